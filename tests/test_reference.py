@@ -319,6 +319,15 @@ def test_split_and_combine_is_attention(rng, length):
         assert (m == -np.inf).all() and (total == 0).all() and (acc == 0).all()
 
 
+def test_combine_of_splits_far_apart(rng):
+    q, K, V, positions, scale = attention_inputs(rng, [600], 601)
+    q *= 1e3  # exp of the difference of two splits' maxima overflows
+    m = ref.attention_split(q, K, V, positions, scale)[0]
+    assert (m.max(0) - m[0]).max() > 710
+    combined = ref.attention_combine(ref.attention_split(q, K, V, positions, scale))
+    near(combined, ref.attention(q, K, V, positions, scale), 1e-13)
+
+
 def test_attention_in_pieces_of_queries(rng):
     q, K, V, positions, scale = attention_inputs(rng, range(600), 600)
     whole = ref.attention(q, K, V, positions, scale)
@@ -428,6 +437,7 @@ def test_filters_keep_exactly_what_they_say():
     assert kept(probs, top_p=0.45) == [1, 2]  # the id that crosses the line stays
     assert kept(probs, top_p=0.95) == [0, 1, 2, 3]
     assert kept(probs, top_p=0.0) == [1]
+    assert kept([0.0, 0.0], top_p=0.5) == [0]  # exactly reached is reached
     assert kept(probs, min_p=0.6) == [1, 2]
     assert kept(probs, min_p=1.0) == [1]
     assert kept(probs, temperature=0) == [1]

@@ -1,0 +1,187 @@
+// tile.h: the matrix tile of one simdgroup: Tile<M, N> accumulates in fp32; one interface, one
+// implementation per target. Operands lie in threadgroup memory, as act_t or float.
+//
+//   tile_zero(t)                        tile_mma(t, A[M][lda], B[N][ldb], K)     t += A B^T
+//   tile_mma_nn(t, A[M][lda], B[K][ldb], K)   t += A B      (K a multiple of 16)
+//   t.v[i], 0 <= i < Tile::kSize: this lane's elements, at (tile_row<M, N>(i), tile_col<M, N>(i))
+//   tile_slot<M, N>(i) < Tile::kSlots: which of the lane's rows element i is in
+//   tile_row_max / tile_row_sum(t, out[kSlots])   over the whole row, the same in all its lanes
+//   tile_scale_rows(t, factor[kSlots])  tile_store(t, T* threadgroup, ld)
+// The (lane, i) -> (row, column) map is the target's own; sim draws it by seed. All calls are
+// collectives of the simdgroup. M is a multiple of 16, N of 8.
+#ifndef LILY_TILE_H
+#define LILY_TILE_H
+
+#include "util.h"
+
+#if defined(__NVPTX__)
+
+template <uint M, uint N>
+struct Tile {
+  enum { kSize = M * N / 32, kSlots = M / 8 };
+  float v[M * N / 32];
+};
+// mma.m16n8k16: lane = 4 g + t holds rows g, g + 8 and columns 2 t, 2 t + 1 of each 16 x 8 piece.
+static inline uint tile_lane() { return lily_thread() & 31; }
+template <uint M, uint N>
+static inline uint tile_row(uint i) {
+  return (i / 4) / (N / 8) * 16 + tile_lane() / 4 + ((i >> 1) & 1) * 8;
+}
+template <uint M, uint N>
+static inline uint tile_col(uint i) {
+  return (i / 4) % (N / 8) * 8 + (tile_lane() & 3) * 2 + (i & 1);
+}
+template <uint M, uint N>
+static inline constexpr uint tile_slot(uint i) {
+  return (i / 4) / (N / 8) * 2 + ((i >> 1) & 1);
+}
+
+static inline uint tile_pair(threadgroup const bfloat* at) { return *(threadgroup const uint*)at; }
+// Two bf16 of a column of B, one row apart, as one register.
+static inline uint tile_pair_strided(threadgroup const bfloat* at, uint ld) {
+  return (uint)as_type<ushort>(at[0]) | ((uint)as_type<ushort>(at[ld]) << 16);
+}
+template <bool TRANSPOSED, uint M, uint N>
+static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* a, uint lda,
+                                threadgroup const bfloat* b, uint ldb, uint k_count) {
+  const uint g = tile_lane() / 4, c = (tile_lane() & 3) * 2;
+  for (uint k = 0; k < k_count; k += 16) {
+    uint ra[M / 16][4];
+    UNROLL for (uint m = 0; m < M / 16; ++m) {
+      threadgroup const bfloat* at = a + (m * 16 + g) * lda + k + c;
+      ra[m][0] = tile_pair(at);
+      ra[m][1] = tile_pair(at + 8 * lda);
+      ra[m][2] = tile_pair(at + 8);
+      ra[m][3] = tile_pair(at + 8 * lda + 8);
+    }
+    UNROLL for (uint n = 0; n < N / 8; ++n) {
+      uint b0, b1;
+      if (TRANSPOSED) {
+        threadgroup const bfloat* at = b + (n * 8 + g) * ldb + k + c;
+        b0 = tile_pair(at);
+        b1 = tile_pair(at + 8);
+      } else {
+        threadgroup const bfloat* at = b + (k + c) * ldb + n * 8 + g;
+        b0 = tile_pair_strided(at, ldb);
+        b1 = tile_pair_strided(at + 8 * ldb, ldb);
+      }
+      UNROLL for (uint m = 0; m < M / 16; ++m) {
+        thread float* d = t.v + (m * (N / 8) + n) * 4;
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(ra[m][0]), "r"(ra[m][1]), "r"(ra[m][2]), "r"(ra[m][3]), "r"(b0), "r"(b1));
+      }
+    }
+  }
+}
+// fp32 operands: plain multiply-adds, the same layout.
+template <bool TRANSPOSED, uint M, uint N>
+static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a, uint lda,
+                                threadgroup const float* b, uint ldb, uint k_count) {
+  const uint g = tile_lane() / 4, c = (tile_lane() & 3) * 2;
+  for (uint k = 0; k < k_count; ++k) {
+    float ra[M / 8];
+    UNROLL for (uint s = 0; s < M / 8; ++s) ra[s] = a[((s / 2) * 16 + g + (s & 1) * 8) * lda + k];
+    UNROLL for (uint n = 0; n < N / 8; ++n) {
+      float rb[2];
+      UNROLL for (uint e = 0; e < 2; ++e) {
+        const uint col = n * 8 + c + e;
+        rb[e] = TRANSPOSED ? b[col * ldb + k] : b[k * ldb + col];
+      }
+      UNROLL for (uint s = 0; s < M / 8; ++s) {
+        UNROLL for (uint e = 0; e < 2; ++e) {
+          thread float& d = t.v[((s / 2) * (N / 8) + n) * 4 + (s & 1) * 2 + e];
+          d = fma(ra[s], rb[e], d);
+        }
+      }
+    }
+  }
+}
+#define LILY_TILE_REDUCE(NAME, START, COMBINE)                                       \
+  template <uint M, uint N>                                                          \
+  static inline void NAME(thread const Tile<M, N>& t, thread float (&out)[M / 8]) {  \
+    UNROLL for (uint s = 0; s < M / 8; ++s) {                                        \
+      float a = START;                                                               \
+      UNROLL for (uint i = 0; i < M * N / 32; ++i) {                                 \
+        if (tile_slot<M, N>(i) == s) {                                               \
+          const float b = t.v[i];                                                    \
+          a = COMBINE;                                                               \
+        }                                                                            \
+      }                                                                              \
+      UNROLL for (ushort o = 1; o < 4; o <<= 1) {                                    \
+        const float b = simd_shuffle_xor(a, o);                                      \
+        a = COMBINE;                                                                 \
+      }                                                                              \
+      out[s] = a;                                                                    \
+    }                                                                                \
+  }
+LILY_TILE_REDUCE(tile_row_max, -INFINITY, max(a, b))
+LILY_TILE_REDUCE(tile_row_sum, 0.0f, a + b)
+#undef LILY_TILE_REDUCE
+
+#elif defined(LILY_SIM)
+
+// Every element is a slot of its own: code that assumes neighbours share rows fails here.
+template <uint M, uint N>
+struct Tile {
+  enum { kSize = M * N / 32, kSlots = M * N / 32 };
+  float v[M * N / 32];
+};
+extern "C" {
+// Row << 16 | column of this lane's element i, a seeded bijection per (M, N).
+uint lily_sim_tile_map(uint m, uint n, uint i);
+// Collectives: the runtime computes the whole simdgroup's result when all lanes have arrived.
+// transposed: B is [N][ldb], else [K][ldb]; bf16: operand type.
+void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const void* a, uint lda, const void* b, uint ldb, int transposed, int bf16);
+void lily_sim_tile_reduce(const float* v, uint m, uint n, int is_max, float* out);
+}
+template <uint M, uint N>
+static inline uint tile_row(uint i) { return lily_sim_tile_map(M, N, i) >> 16; }
+template <uint M, uint N>
+static inline uint tile_col(uint i) { return lily_sim_tile_map(M, N, i) & 0xffffu; }
+template <uint M, uint N>
+static inline constexpr uint tile_slot(uint i) { return i; }
+template <bool TRANSPOSED, uint M, uint N>
+static inline void tile_mma_any(Tile<M, N>& t, const bfloat* a, uint lda, const bfloat* b, uint ldb, uint k) {
+  lily_sim_tile_mma(t.v, M, N, k, a, lda, b, ldb, TRANSPOSED, 1);
+}
+template <bool TRANSPOSED, uint M, uint N>
+static inline void tile_mma_any(Tile<M, N>& t, const float* a, uint lda, const float* b, uint ldb, uint k) {
+  lily_sim_tile_mma(t.v, M, N, k, a, lda, b, ldb, TRANSPOSED, 0);
+}
+template <uint M, uint N>
+static inline void tile_row_max(const Tile<M, N>& t, float (&out)[M * N / 32]) { lily_sim_tile_reduce(t.v, M, N, 1, out); }
+template <uint M, uint N>
+static inline void tile_row_sum(const Tile<M, N>& t, float (&out)[M * N / 32]) { lily_sim_tile_reduce(t.v, M, N, 0, out); }
+
+#else
+#error "tile.h: no tile for this target yet"
+#endif
+
+// ---- common to all targets ----------------------------------------------------------------------
+template <uint M, uint N>
+static inline void tile_zero(thread Tile<M, N>& t) {
+  UNROLL for (uint i = 0; i < M * N / 32; ++i) t.v[i] = 0.0f;
+}
+template <uint M, uint N, typename T>
+static inline void tile_mma(thread Tile<M, N>& t, threadgroup const T* a, uint lda, threadgroup const T* b, uint ldb, uint k) {
+  tile_mma_any<true>(t, a, lda, b, ldb, k);
+}
+template <uint M, uint N, typename T>
+static inline void tile_mma_nn(thread Tile<M, N>& t, threadgroup const T* a, uint lda, threadgroup const T* b, uint ldb, uint k) {
+  tile_mma_any<false>(t, a, lda, b, ldb, k);
+}
+template <uint M, uint N, uint SLOTS>
+static inline void tile_scale_rows(thread Tile<M, N>& t, thread const float (&factor)[SLOTS]) {
+  UNROLL for (uint i = 0; i < M * N / 32; ++i) t.v[i] *= factor[tile_slot<M, N>(i)];
+}
+static inline void tile_put(threadgroup float* to, float v) { *to = v; }
+#ifndef LILY_EXACT
+static inline void tile_put(threadgroup act_t* to, float v) { *to = to_act(v); }
+#endif
+template <uint M, uint N, typename T>
+static inline void tile_store(thread const Tile<M, N>& t, threadgroup T* to, uint ld) {
+  UNROLL for (uint i = 0; i < M * N / 32; ++i) tile_put(to + tile_row<M, N>(i) * ld + tile_col<M, N>(i), t.v[i]);
+}
+
+#endif  // LILY_TILE_H

@@ -1,57 +1,65 @@
-// host_queue.h: the submission queue of devices that run on the host: one worker, jobs in order.
+// host_queue.h: in-order execution on one worker thread, for the devices that run on the host.
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "device.h"
 
 namespace lily {
 
-// A job's exception is kept and thrown by wait() on its ticket; later jobs run all the same.
+// Jobs run one after another in submission order; a job that throws does not stop later ones.
 class HostQueue {
  public:
   HostQueue() : worker_([this] { work(); }) {}
+  HostQueue(const HostQueue&) = delete;
+  HostQueue& operator=(const HostQueue&) = delete;
+  // Finishes everything submitted, then stops.
   ~HostQueue() {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
-      closing_ = true;
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
     }
-    wake_.notify_all();
+    changed_.notify_all();
     worker_.join();
   }
-  Ticket push(std::function<void()> job) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    jobs_.push_back(std::move(job));
-    wake_.notify_all();
-    return ++pushed_;
+
+  Ticket submit(std::function<void()> job) {
+    Ticket ticket;
+    {
+      const std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+      ticket = ++submitted_;
+    }
+    changed_.notify_all();
+    return ticket;
   }
+
+  // Returns when the job is done; rethrows what it threw, every time it is asked.
   void wait(Ticket ticket) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [&] { return finished_ >= ticket; });
-    const auto it = errors_.find(ticket);
-    if (it == errors_.end()) return;
-    const std::exception_ptr error = it->second;
-    errors_.erase(it);
-    std::rethrow_exception(error);
+    std::unique_lock lock(mutex_);
+    check(ticket >= 1 && ticket <= submitted_, "wait: ticket ", ticket, " was never given out; last is ",
+          submitted_);
+    changed_.wait(lock, [&] { return done_ >= ticket; });
+    const auto error = errors_.find(ticket);
+    if (error != errors_.end()) std::rethrow_exception(error->second);
   }
-  // Returns when everything pushed so far has run; errors stay with their tickets.
-  void drain() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const Ticket last = pushed_;
-    done_.wait(lock, [&] { return finished_ >= last; });
-  }
+
+  // Runs the job behind everything submitted before and returns when it is done.
+  void run(std::function<void()> job) { wait(submit(std::move(job))); }
 
  private:
   void work() {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return closing_ || !jobs_.empty(); });
+      changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
       if (jobs_.empty()) return;
       std::function<void()> job = std::move(jobs_.front());
       jobs_.pop_front();
@@ -62,20 +70,22 @@ class HostQueue {
       } catch (...) {
         error = std::current_exception();
       }
-      job = nullptr;  // buffers it kept alive go before the waiter wakes
+      // What the job kept alive is released before its waiters wake: they may count on it.
+      job = nullptr;
       lock.lock();
-      ++finished_;
-      if (error) errors_[finished_] = error;
-      done_.notify_all();
+      ++done_;
+      if (error) errors_.emplace(done_, std::move(error));
+      changed_.notify_all();
     }
   }
+
   std::mutex mutex_;
-  std::condition_variable wake_, done_;
+  std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;
   std::map<Ticket, std::exception_ptr> errors_;
-  Ticket pushed_ = 0, finished_ = 0;
-  bool closing_ = false;
-  std::thread worker_;  // last: uses the rest
+  Ticket submitted_ = 0, done_ = 0;
+  bool stopping_ = false;
+  std::thread worker_;  // last: starts when the rest is ready
 };
 
 }  // namespace lily

@@ -15,13 +15,13 @@
 
 namespace lily {
 
-// Jobs run one after another in submission order; a job that throws does not stop later ones.
+// Jobs run one after another in the order of their pushes; a job that throws does not stop later ones.
 class HostQueue {
  public:
   HostQueue() : worker_([this] { work(); }) {}
   HostQueue(const HostQueue&) = delete;
   HostQueue& operator=(const HostQueue&) = delete;
-  // Finishes everything submitted, then stops.
+  // Finishes everything pushed, then stops.
   ~HostQueue() {
     {
       const std::lock_guard lock(mutex_);
@@ -31,12 +31,12 @@ class HostQueue {
     worker_.join();
   }
 
-  Ticket submit(std::function<void()> job) {
+  Ticket push(std::function<void()> job) {
     Ticket ticket;
     {
       const std::lock_guard lock(mutex_);
       jobs_.push_back(std::move(job));
-      ticket = ++submitted_;
+      ticket = ++pushed_;
     }
     changed_.notify_all();
     return ticket;
@@ -45,15 +45,19 @@ class HostQueue {
   // Returns when the job is done; rethrows what it threw, every time it is asked.
   void wait(Ticket ticket) {
     std::unique_lock lock(mutex_);
-    check(ticket >= 1 && ticket <= submitted_, "wait: ticket ", ticket, " was never given out; last is ",
-          submitted_);
+    check(ticket >= 1 && ticket <= pushed_, "wait: ticket ", ticket, " was never given out; last is ",
+          pushed_);
     changed_.wait(lock, [&] { return done_ >= ticket; });
     const auto error = errors_.find(ticket);
     if (error != errors_.end()) std::rethrow_exception(error->second);
   }
 
-  // Runs the job behind everything submitted before and returns when it is done.
-  void run(std::function<void()> job) { wait(submit(std::move(job))); }
+  // Returns when everything pushed before the call is done, whether it failed or not.
+  void drain() {
+    std::unique_lock lock(mutex_);
+    const Ticket last = pushed_;
+    changed_.wait(lock, [&] { return done_ >= last; });
+  }
 
  private:
   void work() {
@@ -83,7 +87,7 @@ class HostQueue {
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;
   std::map<Ticket, std::exception_ptr> errors_;
-  Ticket submitted_ = 0, done_ = 0;
+  Ticket pushed_ = 0, done_ = 0;
   bool stopping_ = false;
   std::thread worker_;  // last: starts when the rest is ready
 };

@@ -183,10 +183,12 @@ class CpuDevice : public Device {
     return std::make_shared<CpuBuffer>(bytes, label, allocated_);
   }
   void upload(const Tensor& to, const void* from) override {
-    queue_.run([&] { std::memcpy(to.buffer->host + to.offset, from, to.bytes()); });
+    queue_.drain();
+    std::memcpy(to.buffer->host + to.offset, from, to.bytes());
   }
   void download(const Tensor& from, void* to) override {
-    queue_.run([&] { std::memcpy(to, from.buffer->host + from.offset, from.bytes()); });
+    queue_.drain();
+    std::memcpy(to, from.buffer->host + from.offset, from.bytes());
   }
   uint64_t address(const Tensor& t) override {
     return reinterpret_cast<uint64_t>(t.buffer->host + t.offset);
@@ -197,7 +199,7 @@ class CpuDevice : public Device {
     return program;
   }
   Ticket submit(const ProgramRef& program, const std::atomic<bool>* cancel) override {
-    return queue_.submit([this, program, cancel] {
+    return queue_.push([this, program, cancel] {
       run(static_cast<const CpuProgram&>(*program).list, cancel);
     });
   }

@@ -1,0 +1,320 @@
+// linear.metal: dense projections: project (decode, norm folded in), matmul and expert_matmul
+// (prefill).
+#include "tile.h"
+
+// ---- project ------------------------------------------------------------------------------------
+// 4 simdgroups a group, 4 weight rows a simdgroup, ROWS input rows. A weight is unpacked once for
+// all input rows; each row's sums run in the same order whatever ROWS is.
+#define PROJECT_SIMDS 4
+#define PROJECT_N 4
+// Words of 32 consecutive codes.
+template <uint BITS>
+struct CodeWords {
+  uint w[BITS];
+};
+template <uint BITS>
+static inline void load_code_words(device const uint* at, thread CodeWords<BITS>& words) {
+  UNROLL for (uint i = 0; i < BITS / 4; ++i) {
+    const uint4 v = ((device const uint4*)at)[i];
+    UNROLL for (uint c = 0; c < 4; ++c) words.w[4 * i + c] = v[c];
+  }
+}
+// Code j of a word as a number.
+template <uint BITS>
+static inline float code_value(uint w, uint j) {
+  const uint code = (w >> (BITS * j)) & ((1u << BITS) - 1u);
+  return BITS == 16 ? bf16_bits_to_float(code) : float(code);
+}
+template <uint BITS, uint ROWS>
+static inline void project_body(device const uint* codes, device const uint* pairs,
+                                device const act_t* x, device const float* gain,
+                                device const float* ssq, device uchar* y, PARAM_REF(Project) p,
+                                device const Step* step, uint3 group, uint lane, uint simd) {
+  const uint k = p.w.k, n0 = (group.x * PROJECT_SIMDS + simd) * PROJECT_N, r0 = group.y * ROWS;
+  const uint rows = min(p.rows, step->rows);
+  if (n0 >= p.w.n || r0 >= rows) return;  // whole simdgroups; no barrier follows
+  // The last of the valid rows, and of a matrix whose n is no multiple of 4, are computed again
+  // where there is no further one, and stored once.
+  ulong row[ROWS], n[PROJECT_N];
+  float acc[ROWS][PROJECT_N];
+  UNROLL for (uint j = 0; j < PROJECT_N; ++j) n[j] = min(n0 + j, p.w.n - 1);
+  UNROLL for (uint r = 0; r < ROWS; ++r) {
+    row[r] = min(r0 + r, rows - 1);
+    UNROLL for (uint j = 0; j < PROJECT_N; ++j) acc[r][j] = 0.0f;
+  }
+  for (uint k0 = lane * 32; k0 < k; k0 += 1024) {
+    CodeWords<BITS> words[PROJECT_N];
+    uint pair[PROJECT_N];
+    float d[ROWS][PROJECT_N], x_sum[ROWS];
+    UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
+      load_code_words<BITS>(codes + (n[j] * row_bytes(k, BITS) + (ulong)k0 * BITS / 8) / 4, words[j]);
+      pair[j] = 0;
+      if (BITS != 16) pair[j] = pairs[n[j] * (k >> p.w.group_shift) + (k0 >> p.w.group_shift)];
+    }
+    UNROLL for (uint r = 0; r < ROWS; ++r) {
+      x_sum[r] = 0.0f;
+      UNROLL for (uint j = 0; j < PROJECT_N; ++j) d[r][j] = 0.0f;
+    }
+    UNROLL for (uint c = 0; c < 8; ++c) {
+      const float4 g = *(device const float4*)(gain + k0 + 4 * c);
+      float4 xs[ROWS];
+      UNROLL for (uint r = 0; r < ROWS; ++r) {
+        const float4 v = load4(x + row[r] * k + k0 + 4 * c);
+        xs[r] = v * g;
+        // fma written out: contraction must not depend on ROWS.
+        UNROLL for (uint e = 0; e < 4; ++e) x_sum[r] = fma(v[e], g[e], x_sum[r]);
+      }
+      UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
+        UNROLL for (uint e = 0; e < 4; ++e) {
+          const uint i = 4 * c + e;
+          const float q = code_value<BITS>(words[j].w[i * BITS / 32], i % (32 / BITS));
+          UNROLL for (uint r = 0; r < ROWS; ++r) d[r][j] = fma(q, xs[r][e], d[r][j]);
+        }
+      }
+    }
+    UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
+      const float2 sb = scale_bias(pair[j], p.w.scale_f16);
+      UNROLL for (uint r = 0; r < ROWS; ++r) {
+        acc[r][j] += BITS == 16 ? d[r][j] : fma(sb.x, d[r][j], sb.y * x_sum[r]);
+      }
+    }
+  }
+  UNROLL for (uint r = 0; r < ROWS; ++r) {
+    const float sum = sum_parts(ssq + row[r] * p.ssq_parts, p.ssq_parts, lane);
+    const float inv = inv_sqrt(sum / float(k) + p.eps);
+    UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
+      const float v = simd_sum(acc[r][j]) * inv;
+      const ulong at = row[r] * p.y_stride + p.y_offset + n0 + j;
+      if (lane == 0 && r0 + r < rows && n0 + j < p.w.n) {
+        if (p.out_f32) ((device float*)y)[at] = v;
+        else ((device act_t*)y)[at] = to_act(v);
+      }
+    }
+  }
+}
+#define PROJECT(op, name, BITS, ROWS, c2)                                                         \
+  KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, x, 2), IN(float, gain, 3),       \
+               IN(float, ssq, 4), OUT(uchar, y, 5), PARAMS(Project, 6), STEP_IN(7) IDS) {         \
+    READ_IDS                                                                                      \
+    project_body<BITS, ROWS>(codes, pairs, x, gain, ssq, y, p, step, group, lane, simd);          \
+  }
+LILY_VARIANTS_project(PROJECT)
+
+// ---- matrix tiles -------------------------------------------------------------------------------
+// 64 rows of h times 64 rows of W: 4 simdgroups, each 32 x 32, 32 of k a step. Integer codes are
+// exact in bf16; each step of k lies in one group, is multiplied alone, then scaled and shifted in
+// fp32: y += s (q.h) + b sum(h). The next step is on its way from memory while one is multiplied.
+#define MATMUL_M 64
+#define MATMUL_N 64
+#define MATMUL_K 32
+#define MATMUL_LD (MATMUL_K + 8)    // padded by 16 bytes, so that rows fall on different banks
+#define MATMUL_STAGE (MATMUL_N + 8)  // row of the result while it lies in threadgroup memory
+#ifdef LILY_EXACT
+#define MATMUL_POOL (2 * MATMUL_M * MATMUL_LD / 4)  // in uint4: both operands, later the result
+#else
+#define MATMUL_POOL (MATMUL_M * MATMUL_STAGE / 4)
+#endif
+
+// One thread's share of a step: 16 activations, 16 codes of a row.
+struct Share {
+  uint4 v[sizeof(act_t)];
+};
+static inline void load_share(device const act_t* h, thread Share& s) {
+  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) s.v[i] = ((device const uint4*)h)[i];
+}
+static inline float share_sum(thread const Share& s) {
+  float sum = 0.0f;
+  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) {
+    UNROLL for (uint c = 0; c < 4; ++c) {
+#ifdef LILY_EXACT
+      sum += as_type<float>(s.v[i][c]);
+#else
+      sum += bf16_bits_to_float(s.v[i][c] & 0xffffu);
+      sum += as_type<float>(s.v[i][c] & 0xffff0000u);
+#endif
+    }
+  }
+  return sum;
+}
+template <uint BITS>
+static inline void load_share_codes(device const uint* at, thread uint (&w)[BITS / 2]) {
+  if (BITS == 4) {
+    const uint2 v = *(device const uint2*)at;
+    w[0] = v.x;
+    w[1] = v.y;
+  } else {
+    UNROLL for (uint i = 0; i < BITS / 8; ++i) {
+      const uint4 v = ((device const uint4*)at)[i];
+      UNROLL for (uint c = 0; c < 4; ++c) w[(4 * i + c) % (BITS / 2)] = v[c];
+    }
+  }
+}
+template <uint BITS>
+static inline void store_share_codes(threadgroup act_t* to, thread const uint (&w)[BITS / 2]) {
+  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) {
+    uint4 v;
+    UNROLL for (uint c = 0; c < 4; ++c) {
+#ifdef LILY_EXACT
+      const uint at = 4 * i + c;
+      v[c] = as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS)));
+#else
+      const uint at = 8 * i + 2 * c;
+      v[c] = (as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS))) >> 16) |
+             as_type<uint>(code_value<BITS>(w[(at + 1) * BITS / 32], (at + 1) % (32 / BITS)));
+#endif
+    }
+    ((threadgroup uint4*)to)[i] = v;
+  }
+}
+
+// Leaves h W^T of the tile in the pool as float[64][MATMUL_STAGE]. h: the row of h of this thread,
+// number tid / 2 of the tile; rows from `count` on are not valid.
+template <uint BITS>
+static inline void matrix_tile(device const uint* codes, device const uint* pairs,
+                               PARAM_REF(Linear) w, device const act_t* h, uint count, uint n0,
+                               threadgroup uint4* pool, threadgroup float* sums,
+                               threadgroup float2* scales, uint tid, uint simd) {
+  threadgroup act_t* ta = (threadgroup act_t*)pool;
+  threadgroup act_t* tb = ta + MATMUL_M * MATMUL_LD;
+  const uint sm = (simd & 1) * 32, sn = (simd >> 1) * 32;
+  const uint r = tid >> 1, half_k = (tid & 1) * 16;
+  const bool valid = r < count;
+  const ulong n = min(n0 + r, w.n - 1);  // a ragged last tile reads its last row again
+  device const uint* row_codes = codes + (n * row_bytes(w.k, BITS) + half_k * BITS / 8) / 4;
+  device const uint* row_pairs = pairs + n * (w.k >> w.group_shift);
+
+  Share next_h;
+  uint next_w[BITS / 2], next_pair = 0;
+  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) next_h.v[i] = uint4(0u);
+  if (valid) load_share(h + half_k, next_h);
+  load_share_codes<BITS>(row_codes, next_w);
+  if (BITS != 16) next_pair = row_pairs[0];
+
+  Tile<32, 32> acc;
+  tile_zero(acc);
+  for (uint k0 = 0; k0 < w.k; k0 += MATMUL_K) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (uint i = 0; i < sizeof(act_t); ++i) {
+      ((threadgroup uint4*)(ta + r * MATMUL_LD + half_k))[i] = next_h.v[i];
+    }
+    store_share_codes<BITS>(tb + r * MATMUL_LD + half_k, next_w);
+    if (BITS != 16) {
+      const float half_sum = share_sum(next_h);
+      const float sum = half_sum + simd_shuffle_xor(half_sum, 1);
+      if ((tid & 1) == 0) {
+        sums[r] = sum;
+        scales[r] = scale_bias(next_pair, w.scale_f16);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint k1 = k0 + MATMUL_K;
+    if (k1 < w.k) {
+      if (valid) load_share(h + k1 + half_k, next_h);
+      load_share_codes<BITS>(row_codes + k1 * BITS / 32, next_w);
+      if (BITS != 16) next_pair = row_pairs[k1 >> w.group_shift];
+    }
+    if (sm < count) {  // the same for the whole simdgroup
+      if (BITS == 16) {
+        tile_mma(acc, ta + sm * MATMUL_LD, MATMUL_LD, tb + sn * MATMUL_LD, MATMUL_LD, MATMUL_K);
+      } else {
+        Tile<32, 32> part;
+        tile_zero(part);
+        tile_mma(part, ta + sm * MATMUL_LD, MATMUL_LD, tb + sn * MATMUL_LD, MATMUL_LD, MATMUL_K);
+        UNROLL for (uint i = 0; i < Tile<32, 32>::kSize; ++i) {
+          const float2 sb = scales[sn + tile_col<32, 32>(i)];
+          acc.v[i] += fma(sb.x, part.v[i], sb.y * sums[sm + tile_row<32, 32>(i)]);
+        }
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (sm < count) tile_store(acc, (threadgroup float*)pool + sm * MATMUL_STAGE + sn, MATMUL_STAGE);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// One row of a finished tile to y[at ...], by one simdgroup.
+static inline void write_row(threadgroup const float* row, device uchar* y, ulong at, uint mode,
+                             uint n0, uint n, uint lane) {
+  if (mode == kMatmulSwiglu) {  // n is even, so gate and up are both there
+    if (n0 + 2 * lane < n) {
+      ((device act_t*)y)[at + n0 / 2 + lane] = to_act(silu(row[2 * lane]) * row[2 * lane + 1]);
+    }
+    return;
+  }
+  UNROLL for (uint c = 0; c < MATMUL_N; c += 32) {
+    const uint col = c + lane;
+    if (n0 + col < n) {
+      const ulong i = at + n0 + col;
+      if (mode == kMatmulF32) ((device float*)y)[i] = row[col];
+      else if (mode == kMatmulAdd) ((device act_t*)y)[i] = to_act(to_float(((device act_t*)y)[i]) + row[col]);
+      else ((device act_t*)y)[i] = to_act(row[col]);
+    }
+  }
+}
+
+// ---- matmul -------------------------------------------------------------------------------------
+template <uint BITS>
+static inline void matmul_body(device const uint* codes, device const uint* pairs,
+                               device const act_t* h, device uchar* y, PARAM_REF(Matmul) p,
+                               threadgroup uint4* pool, threadgroup float* sums,
+                               threadgroup float2* scales, uint3 group, uint tid, uint lane,
+                               uint simd) {
+  const uint n0 = group.x * MATMUL_N, m0 = group.y * MATMUL_M;
+  const uint count = min(p.rows - m0, (uint)MATMUL_M);
+  matrix_tile<BITS>(codes, pairs, p.w, h + (ulong)(m0 + (tid >> 1)) * p.w.k, count, n0, pool, sums,
+                    scales, tid, simd);
+  for (uint r = simd; r < count; r += 4) {
+    write_row((threadgroup const float*)pool + r * MATMUL_STAGE, y,
+              (ulong)(m0 + r) * p.y_stride + p.y_offset, p.mode, n0, p.w.n, lane);
+  }
+}
+#define MATMUL(op, name, BITS, c1, c2)                                                            \
+  KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, h, 2), OUT(uchar, y, 3),         \
+               PARAMS(Matmul, 4) IDS) {                                                           \
+    READ_IDS                                                                                      \
+    SHARED(uint4, pool, MATMUL_POOL);                                                             \
+    SHARED(float, sums, MATMUL_M);                                                                \
+    SHARED(float2, scales, MATMUL_N);                                                             \
+    matmul_body<BITS>(codes, pairs, h, y, p, pool, sums, scales, group, tid, lane, simd);         \
+  }
+LILY_VARIANTS_matmul(MATMUL)
+
+// ---- expert_matmul ------------------------------------------------------------------------------
+// One tile of the list a threadgroup: up to p.tile neighbours in `order` that chose one expert.
+template <uint BITS>
+static inline void expert_matmul_body(device const uint* codes, device const uint* pairs,
+                                      device const act_t* h, device const uint* order,
+                                      device const uint* offsets, device const uint* tiles,
+                                      device uchar* y, PARAM_REF(ExpertMatmul) p,
+                                      threadgroup uint4* pool, threadgroup float* sums,
+                                      threadgroup float2* scales, uint3 group, uint tid, uint lane,
+                                      uint simd) {
+  if (group.y >= tiles[0]) return;  // the grid covers the longest list; the whole group leaves
+  const uint expert = tiles[1 + 2 * group.y], first = tiles[2 + 2 * group.y];
+  const uint count = min(offsets[expert + 1] - first, p.tile);
+  const uint n0 = group.x * MATMUL_N, r = tid >> 1;
+  const uint pair = order[first + min(r, count - 1)];
+  device const act_t* row = h + (ulong)(p.swiglu ? pair / p.top_k : pair) * p.w.k;
+  const ulong before = (ulong)expert * p.w.n;  // rows of the experts before
+  matrix_tile<BITS>(codes + before * row_bytes(p.w.k, BITS) / 4,
+                    pairs + (BITS == 16 ? (ulong)0 : before * (p.w.k >> p.w.group_shift)), p.w, row,
+                    count, n0, pool, sums, scales, tid, simd);
+  const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
+  const ulong columns = p.swiglu ? p.w.n / 2 : p.w.n;
+  for (uint i = simd; i < count; i += 4) {
+    write_row((threadgroup const float*)pool + i * MATMUL_STAGE, y, order[first + i] * columns, mode,
+              n0, p.w.n, lane);
+  }
+}
+#define EXPERT_MATMUL(op, name, BITS, c1, c2)                                                     \
+  KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, h, 2), IN(uint, order, 3),       \
+               IN(uint, offsets, 4), IN(uint, tiles, 5), OUT(uchar, y, 6),                        \
+               PARAMS(ExpertMatmul, 7) IDS) {                                                     \
+    READ_IDS                                                                                      \
+    SHARED(uint4, pool, MATMUL_POOL);                                                             \
+    SHARED(float, sums, MATMUL_M);                                                                \
+    SHARED(float2, scales, MATMUL_N);                                                             \
+    expert_matmul_body<BITS>(codes, pairs, h, order, offsets, tiles, y, p, pool, sums, scales,    \
+                             group, tid, lane, simd);                                             \
+  }
+LILY_VARIANTS_expert_matmul(EXPERT_MATMUL)

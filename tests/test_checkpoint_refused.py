@@ -23,12 +23,15 @@ from checkpoint_files import (
     edit_json,
     fresh,
     lay_out,
+    load,
     put_header,
     replace_linear,
     split_file,
 )
+from lily import safetensors_header
+from lily.checkpoint import read_checkpoint
 from lily.errors import CheckpointError, LilyError
-from lily.safetensors_header import MAX_HEADER_BYTES
+from lily.safetensors_header import MAX_HEADER_BYTES, read_header
 from make_fixtures import FLAVOURS, Flavour, make_config, make_tensors, write_checkpoint, write_json
 
 # ---------------------------------------------------------------------------------------------
@@ -396,6 +399,24 @@ def test_more_header_shapes(tmp_path: Path) -> None:
         path = fresh(tmp_path)
         edit_header(path / ONE, edit)
         assert_refused(path, f"{ONE}: ", said)
+
+
+def test_limits_of_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / ONE
+    lay_out(file, {"x": {"dtype": "BF16", "shape": [1] * 8}})
+    assert [entry.shape for entry in read_header(file)] == [(1,) * 8]
+    lay_out(file, {"x": {"dtype": "BF16", "shape": [1] * 9}})
+    with pytest.raises(CheckpointError, match="tensor x: shape has 9 dimensions, limit is 8"):
+        read_header(file)
+    path = fresh(tmp_path, "two")
+    count = len(read_checkpoint(path).tensors)
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", count)
+    assert len(load(path).linears) == 27
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", count - 1)
+    assert_refused(path, f"has {count} tensors, the limit is {count - 1}")
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 10)
+    with pytest.raises(CheckpointError, match=f"{SHARDS[0]}: JSON has .* '{{', the limit is 12"):
+        read_header(path / SHARDS[0])
 
 
 def test_length_of_the_header(tmp_path: Path) -> None:

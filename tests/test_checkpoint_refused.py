@@ -306,6 +306,9 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
         "product past 2^64 that wraps to the right bytes": [2**62, 4, 512],
         "size past 2^63": [2**63, 1],
         "size of 4000 digits": [10**4000, 1],
+        "product of 8000 digits": [10**4000, 10**4000],
+        "rank 8 of the largest sizes": [2**63 - 1] * 8,
+        "past 2^63 beside zero": [2**63, 0],
     },
     "data_offsets": {
         "missing": ...,

@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 16_000_000
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 100_000
 MAX_RANK = 8
-INT64_MAX = 2**63 - 1
+MAX_SIZE = 2**63 - 1  # of one dimension
 INDEX = "model.safetensors.index.json"
 
 DTYPE_BYTES = {
@@ -170,13 +170,11 @@ def _entry(path: Path, name: str, fields: object, start: int, size: int) -> Tens
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{where}: dtype {shown(dtype)}, known are {', '.join(DTYPE_BYTES)}")
-    if not isinstance(shape, list) or not all(is_int(d) and 0 <= d <= INT64_MAX for d in shape):
+    if not isinstance(shape, list) or not all(is_int(d) and 0 <= d <= MAX_SIZE for d in shape):
         raise CheckpointError(f"{where}: shape {shown(shape)}, expected a list of sizes")
     if len(shape) > MAX_RANK:
         raise CheckpointError(f"{where}: shape has {len(shape)} dimensions, limit is {MAX_RANK}")
-    needed = math.prod(shape) * DTYPE_BYTES[dtype]
-    if needed > INT64_MAX:
-        raise CheckpointError(f"{where}: shape {shape} needs {needed} bytes, limit is {INT64_MAX}")
+    needed = math.prod(shape) * DTYPE_BYTES[dtype]  # exact: these integers do not overflow
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_int, offsets)):
         raise CheckpointError(f"{where}: data_offsets {shown(offsets)}, expected two integers")
     begin, end = offsets
@@ -187,7 +185,8 @@ def _entry(path: Path, name: str, fields: object, start: int, size: int) -> Tens
         )
     if end - begin != needed:
         raise CheckpointError(
-            f"{where}: dtype {dtype} shape {shape} needs {needed} bytes, header gives {end - begin}"
+            f"{where}: dtype {dtype} shape {shown(shape)} needs {shown(needed)} bytes,"
+            f" header gives {end - begin}"
         )
     return TensorEntry(name, dtype, tuple(shape), path, start + begin, needed)
 

@@ -144,12 +144,14 @@ struct DeltaPrep { uint rows, key_heads, value_heads, proj_stride, a_offset, b_o
 
 // WY form of each chunk of 64 tokens, all chunks and value heads in parallel:
 // with G the running sum of g inside the chunk, T = (I + tril(beta_i exp(G_i - G_j) k_i.k_j, -1))^-1:
-// w = T (beta exp(G) k), u = T (beta v).
+// w = T (beta exp(G) k), u = T (beta v), scores_ij = exp(G_i - G_j) q_i.k_j for j <= i, else 0
+// (j counts inside the chunk): all that needs no state, so that the scan has little left to do.
 struct DeltaWy { uint rows, key_heads, value_heads; };
-// k, v, g, beta, w out float[R][Hv][128], u out float[R][Hv][128]
+// q, k, v, g, beta, w io float[R][Hv][128], u io float[R][Hv][128], scores out float[R][Hv][LILY_CHUNK]
+// (w and u: rows written earlier by the same thread are read again)
 // Scan over the chunks of each value head with the state carried: o and the new state.
 struct DeltaScan { uint rows, key_heads, value_heads; };
-// q, k, g, w, u, state_in float[Hv][128 v][128 k], state_out out, o out float[R][Hv][128]
+// q, k, g, w, u, scores, state_in float[Hv][128 v][128 k], state_out out, o out float[R][Hv][128]
 struct GatedNorm { uint rows, heads, proj_stride, z_offset; float eps; };
 // o float[R][heads][128], proj act (z), gain float[128], y out act[R][heads * 128]
 

@@ -1,0 +1,553 @@
+// deltanet.metal: gated DeltaNet: the decode step and its output projection; for prefill the
+// convolution, the chunked (WY) delta rule and the output gate.
+#include "util.h"
+
+// ---- common -------------------------------------------------------------------------------------
+static inline float dot4(float4 a, float4 b, float sum) {
+  return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
+}
+// The causal convolution: the last 3 inputs, oldest first, and the taps, of one channel or of 4.
+struct ConvPast { float at[3]; };
+struct ConvPast4 { float4 at[3]; };
+struct ConvTaps4 { float4 of[4]; };  // by channel
+// silu of the convolution at input `now`; the window moves on to it.
+static inline float conv1(thread ConvPast& past, float now, float4 taps) {
+  const float y = dot4(float4(past.at[0], past.at[1], past.at[2], now), taps, 0.0f);
+  past.at[0] = past.at[1];
+  past.at[1] = past.at[2];
+  past.at[2] = now;
+  return silu(y);
+}
+static inline float4 conv4(thread ConvPast4& past, float4 now, thread const ConvTaps4& taps) {
+  const float4 a = past.at[0], b = past.at[1], c = past.at[2];
+  past.at[0] = b;
+  past.at[1] = c;
+  past.at[2] = now;
+  return float4(silu(dot4(float4(a.x, b.x, c.x, now.x), taps.of[0], 0.0f)),
+                silu(dot4(float4(a.y, b.y, c.y, now.y), taps.of[1], 0.0f)),
+                silu(dot4(float4(a.z, b.z, c.z, now.z), taps.of[2], 0.0f)),
+                silu(dot4(float4(a.w, b.w, c.w, now.w), taps.of[3], 0.0f)));
+}
+static inline ConvTaps4 load_taps(device const float* conv_w, uint channel) {
+  ConvTaps4 taps;
+  UNROLL for (uint e = 0; e < 4; ++e) taps.of[e] = *(device const float4*)(conv_w + 4 * (channel + e));
+  return taps;
+}
+// 1 / l2 norm of a head that lies 4 values a lane.
+static inline float inv_norm(float4 v) { return inv_sqrt(simd_sum(dot4(v, v, 0.0f)) + 1e-6f); }
+#define DELTA_Q_SCALE 0.0883883476f  // 1 / sqrt(128)
+
+// ---- delta_step ---------------------------------------------------------------------------------
+// Group = (value head, 32 of its value columns, slot); a simdgroup holds 8 rows S[v][:] of the state
+// in registers, 4 key columns a lane, over all rows of the slot. q and k are made by each simdgroup
+// for itself: cheaper than a barrier per row. A slot without rows is left alone: nothing is written.
+#define DELTA_SIMDS 4
+#define DELTA_COLUMNS 8
+static inline void delta_step_body(device const act_t* proj, device const float* conv_w,
+                                   device const float* neg_exp_a, device const float* dt_bias,
+                                   device const float* gain, device const act_t* conv_in,
+                                   device const float* state_in, device act_t* conv_out,
+                                   device float* state_out, device act_t* u, device float* head_ssq,
+                                   PARAM_REF(DeltaStep) p, device const Step* step,
+                                   threadgroup float* squares, uint3 group, uint tid, uint lane,
+                                   uint simd) {
+  const uint h = group.x, slot = group.z, per_key = p.value_heads / p.key_heads;
+  const uint rows = min(p.rows, step->rows);
+  uint first = 0;
+  while (first < rows && step->slot[first] != slot) ++first;
+  uint end = first;
+  while (end < rows && step->slot[end] == slot) ++end;
+  if (first == end) return;
+
+  const uint channels = (2 * p.key_heads + p.value_heads) * LILY_DELTA_DIM;
+  const uint q0 = h / per_key * LILY_DELTA_DIM + 4 * lane, k0 = q0 + p.key_heads * LILY_DELTA_DIM;
+  const uint v0 = (group.y * DELTA_SIMDS + simd) * DELTA_COLUMNS;  // first column of the simdgroup
+  const uint mine = h * LILY_DELTA_DIM + v0 + (lane & 7);          // lanes 0 to 7: a column each
+  const uint v_channel = 2 * p.key_heads * LILY_DELTA_DIM + mine;
+
+  const ConvTaps4 q_taps = load_taps(conv_w, q0), k_taps = load_taps(conv_w, k0);
+  const float4 v_taps = *(device const float4*)(conv_w + 4 * v_channel);
+  ConvPast4 q_past, k_past;
+  ConvPast v_past;
+  UNROLL for (uint i = 0; i < 3; ++i) {
+    device const act_t* at = conv_in + ((ulong)slot * 3 + i) * channels;
+    q_past.at[i] = load4(at + q0);
+    k_past.at[i] = load4(at + k0);
+    v_past.at[i] = to_float(at[v_channel]);
+  }
+  const ulong state_at = (((ulong)slot * p.value_heads + h) * LILY_DELTA_DIM + v0) * LILY_DELTA_DIM + 4 * lane;
+  float4 s[DELTA_COLUMNS];
+  UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
+    s[j] = *(device const float4*)(state_in + state_at + j * LILY_DELTA_DIM);
+  }
+  const float a_scale = neg_exp_a[h], a_bias = dt_bias[h], v_gain = gain[v0 + (lane & 7)];
+
+  for (uint r = first; r < end; ++r) {
+    device const act_t* at = proj + (ulong)r * p.proj_stride;
+    float4 q = conv4(q_past, load4(at + q0), q_taps), k = conv4(k_past, load4(at + k0), k_taps);
+    const float v = conv1(v_past, to_float(at[v_channel]), v_taps);
+    q *= inv_norm(q) * DELTA_Q_SCALE;
+    k *= inv_norm(k);
+    const float decay = exp_(a_scale * softplus(to_float(at[p.a_offset + h]) + a_bias));
+    const float beta = sigmoid(to_float(at[p.b_offset + h]));
+    float d[DELTA_COLUMNS], o = 0.0f;
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
+      s[j] *= decay;
+      d[j] = dot4(s[j], k, 0.0f);
+    }
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) d[j] = simd_sum(d[j]);
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
+      s[j] += (beta * (simd_shuffle(v, (ushort)j) - d[j])) * k;
+      d[j] = dot4(s[j], q, 0.0f);
+    }
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) d[j] = simd_sum(d[j]);
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) o = lane == j ? d[j] : o;
+    if (lane < DELTA_COLUMNS) {
+      const float z = to_float(at[p.z_offset + mine]);
+      u[(ulong)r * p.value_heads * LILY_DELTA_DIM + mine] = to_act(o * v_gain * silu(z));
+    }
+    const float square = simd_sum(o * o);  // lanes from 8 on hold 0
+    if (lane == 0) squares[(r - first) * DELTA_SIMDS + simd] = square;
+  }
+
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (tid < end - first) {
+    float sum = 0.0f;
+    for (uint i = 0; i < DELTA_SIMDS; ++i) sum += squares[tid * DELTA_SIMDS + i];
+    head_ssq[((ulong)(first + tid) * p.value_heads + h) * p.head_parts + group.y] = sum;
+  }
+  if (!p.write_state) return;
+  UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
+    *(device float4*)(state_out + state_at + j * LILY_DELTA_DIM) = s[j];
+  }
+  // Each channel once: v by its own group; q and k of a key head by its first value head's first group.
+  const bool writes_qk = h % per_key == 0 && group.y == 0;
+  UNROLL for (uint i = 0; i < 3; ++i) {
+    device act_t* to = conv_out + ((ulong)slot * 3 + i) * channels;
+    if (lane < DELTA_COLUMNS) to[v_channel] = to_act(v_past.at[i]);
+    if (writes_qk && simd == 0) store4(to + q0, q_past.at[i]);
+    if (writes_qk && simd == 1) store4(to + k0, k_past.at[i]);
+  }
+}
+#define DELTA_STEP(op, name, c0, c1, c2)                                                           \
+  KERNEL(name)(IN(act_t, proj, 0), IN(float, conv_w, 1), IN(float, neg_exp_a, 2),                  \
+               IN(float, dt_bias, 3), IN(float, gain, 4), IN(act_t, conv_in, 5),                   \
+               IN(float, state_in, 6), OUT(act_t, conv_out, 7), OUT(float, state_out, 8),          \
+               OUT(act_t, u, 9), OUT(float, head_ssq, 10), PARAMS(DeltaStep, 11), STEP_IN(12) IDS) { \
+    READ_IDS                                                                                       \
+    SHARED(float, squares, LILY_MAX_ROWS * DELTA_SIMDS);                                           \
+    delta_step_body(proj, conv_w, neg_exp_a, dt_bias, gain, conv_in, state_in, conv_out,           \
+                    state_out, u, head_ssq, p, step, squares, group, tid, lane, simd);             \
+  }
+LILY_VARIANTS_delta_step(DELTA_STEP)
+
+// ---- delta_out ----------------------------------------------------------------------------------
+// Group = 8 output rows of one input row, 2 a simdgroup. A lane's 32 values lie inside one head.
+template <uint BITS>
+static inline void delta_out_body(device const uint* codes, device const uint* pairs,
+                                  device const act_t* u, device const float* head_ssq,
+                                  device act_t* x, device float* ssq, PARAM_REF(DeltaOut) p,
+                                  device const Step* step, threadgroup float* squares, uint3 group,
+                                  uint tid, uint lane, uint simd) {
+  const uint row = group.y, k = p.w.k, n0 = group.x * LILY_OUT_ROWS + 2 * simd;
+  if (row >= step->rows) return;
+  float acc[2] = {0.0f, 0.0f};
+  for (uint k0 = 32 * lane; k0 < k; k0 += 1024) {
+    device const float* parts = head_ssq + ((ulong)row * p.heads + k0 / LILY_DELTA_DIM) * p.head_parts;
+    float sum = 0.0f;
+    for (uint i = 0; i < p.head_parts; ++i) sum += parts[i];
+    const float inv = inv_sqrt(sum / float(LILY_DELTA_DIM) + p.eps);
+    float xs[32], x_sum = 0.0f;
+    UNROLL for (uint j = 0; j < 8; ++j) {
+      const float4 v = load4(u + (ulong)row * k + k0 + 4 * j) * inv;
+      UNROLL for (uint e = 0; e < 4; ++e) {
+        xs[4 * j + e] = v[e];
+        x_sum += v[e];
+      }
+    }
+    UNROLL for (uint j = 0; j < 2; ++j) {
+      acc[j] += dot32<BITS>(codes, pairs, p.w, n0 + j, k0, xs, x_sum);
+    }
+  }
+  UNROLL for (uint j = 0; j < 2; ++j) {
+    const float v = simd_sum(acc[j]);
+    if (lane == 0) {
+      const ulong at = (ulong)row * p.w.n + n0 + j;
+      const float stored = round_act(to_float(x[at]) + v);
+      x[at] = to_act(stored);
+      squares[2 * simd + j] = stored * stored;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (tid == 0) {
+    float sum = 0.0f;
+    for (uint i = 0; i < LILY_OUT_ROWS; ++i) sum += squares[i];
+    ssq[(ulong)row * (p.w.n / LILY_OUT_ROWS) + group.x] = sum;
+  }
+}
+#define DELTA_OUT(op, name, BITS, c1, c2)                                                     \
+  KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, u, 2), IN(float, head_ssq, 3), \
+               OUT(act_t, x, 4), OUT(float, ssq, 5), PARAMS(DeltaOut, 6), STEP_IN(7) IDS) {   \
+    READ_IDS                                                                                  \
+    SHARED(float, squares, LILY_OUT_ROWS);                                                    \
+    delta_out_body<BITS>(codes, pairs, u, head_ssq, x, ssq, p, step, squares, group, tid,     \
+                         lane, simd);                                                         \
+  }
+LILY_VARIANTS_delta_out(DELTA_OUT)
+
+// ---- delta_prep ---------------------------------------------------------------------------------
+// Simdgroup = one head (of q, k, then v) of 8 consecutive rows, 4 channels a lane.
+#define PREP_ROWS 8
+#define PREP_SIMDS 4
+static inline void delta_prep_body(device const act_t* proj, device const float* conv_w,
+                                   device const float* neg_exp_a, device const float* dt_bias,
+                                   device const act_t* conv_in, device act_t* conv_out,
+                                   device float* q, device float* k, device float* v,
+                                   device float* g, device float* beta, PARAM_REF(DeltaPrep) p,
+                                   uint3 group, uint lane, uint simd) {
+  const uint r0 = (group.y * PREP_SIMDS + simd) * PREP_ROWS, end = min(r0 + PREP_ROWS, p.rows);
+  if (r0 >= end) return;
+  const uint channels = (2 * p.key_heads + p.value_heads) * LILY_DELTA_DIM;
+  const uint c0 = group.x * LILY_DELTA_DIM + 4 * lane;
+  const bool is_q = group.x < p.key_heads, is_k = !is_q && group.x < 2 * p.key_heads;
+  const uint h = is_q ? group.x : group.x - (is_k ? 1 : 2) * p.key_heads;
+  const uint heads = is_q || is_k ? p.key_heads : p.value_heads;
+  device float* to = (is_q ? q : is_k ? k : v) + h * LILY_DELTA_DIM + 4 * lane;
+
+  const ConvTaps4 taps = load_taps(conv_w, c0);
+  ConvPast4 past;
+  UNROLL for (uint i = 0; i < 3; ++i) {
+    if (r0 + i < 3) past.at[i] = load4(conv_in + (ulong)(r0 + i) * channels + c0);
+    else past.at[i] = load4(proj + (ulong)(r0 + i - 3) * p.proj_stride + c0);
+  }
+  for (uint r = r0; r < end; ++r) {
+    device const act_t* at = proj + (ulong)r * p.proj_stride;
+    float4 y = conv4(past, load4(at + c0), taps);
+    if (is_q || is_k) y *= inv_norm(y) * (is_q ? DELTA_Q_SCALE : 1.0f);
+    *(device float4*)(to + (ulong)r * heads * LILY_DELTA_DIM) = y;
+    if (!is_q && !is_k && lane == 0) {
+      g[(ulong)r * heads + h] = neg_exp_a[h] * softplus(to_float(at[p.a_offset + h]) + dt_bias[h]);
+      beta[(ulong)r * heads + h] = sigmoid(to_float(at[p.b_offset + h]));
+    }
+  }
+  if (end == p.rows) {
+    UNROLL for (uint i = 0; i < 3; ++i) store4(conv_out + (ulong)i * channels + c0, past.at[i]);
+  }
+}
+#define DELTA_PREP(op, name, c0, c1, c2)                                                         \
+  KERNEL(name)(IN(act_t, proj, 0), IN(float, conv_w, 1), IN(float, neg_exp_a, 2),                \
+               IN(float, dt_bias, 3), IN(act_t, conv_in, 4), OUT(act_t, conv_out, 5),            \
+               OUT(float, q, 6), OUT(float, k, 7), OUT(float, v, 8), OUT(float, g, 9),           \
+               OUT(float, beta, 10), PARAMS(DeltaPrep, 11) IDS) {                                \
+    READ_IDS                                                                                     \
+    delta_prep_body(proj, conv_w, neg_exp_a, dt_bias, conv_in, conv_out, q, k, v, g, beta, p,    \
+                    group, lane, simd);                                                          \
+  }
+LILY_VARIANTS_delta_prep(DELTA_PREP)
+
+// ---- the chunked rule ---------------------------------------------------------------------------
+// Running sums of the log decay inside a chunk are (high, low) pairs: a token of strong decay leaves
+// a large sum behind, and the small differences that follow would lose their digits in one float.
+static inline float2 add_pairs(float2 a, float2 b) {
+  const float s = a.x + b.x, t = s - a.x;
+  return float2(s, (a.x - (s - t)) + (b.x - t) + (a.y + b.y));
+}
+static inline float pair_difference(float2 a, float2 b) { return (a.x - b.x) + (a.y - b.y); }
+// By one simdgroup: lane i gets the sums up to and with rows 2 i and 2 i + 1. Rows past the end of
+// the sequence decay by nothing.
+static inline void decay_sums(device const float* g, uint row0, uint rows, uint heads, uint h,
+                              uint lane, thread float2& even, thread float2& odd) {
+  const uint r = row0 + 2 * lane;
+  even = float2(r < rows ? g[(ulong)r * heads + h] : 0.0f, 0.0f);
+  odd = add_pairs(even, float2(r + 1 < rows ? g[(ulong)(r + 1) * heads + h] : 0.0f, 0.0f));
+  UNROLL for (ushort o = 1; o < 32; o <<= 1) {
+    const float2 below = float2(simd_shuffle_up(odd.x, o), simd_shuffle_up(odd.y, o));
+    if (lane >= o) odd = add_pairs(below, odd);
+  }
+  const float2 before = float2(simd_shuffle_up(odd.x, 1), simd_shuffle_up(odd.y, 1));
+  if (lane > 0) even = add_pairs(before, even);
+}
+// `count` float4 columns of LILY_CHUNK rows (heads of `width` floats) into stage[row][ld]; zeros
+// past the end of the sequence.
+static inline void stage_rows(device const float* from, uint row0, uint rows, ulong row_floats,
+                              uint count, threadgroup float* stage, uint ld, uint tid, uint threads) {
+  for (uint i = tid; i < LILY_CHUNK * count; i += threads) {
+    const uint r = i / count, c = i % count;
+    float4 v = float4(0.0f);
+    if (row0 + r < rows) v = *(device const float4*)(from + (row0 + r) * row_floats + 4 * c);
+    *(threadgroup float4*)(stage + r * ld + 4 * c) = v;
+  }
+}
+
+// ---- delta_wy -----------------------------------------------------------------------------------
+// Group = (chunk, value head), 8 simdgroups. First k k^T and q k^T, 4 x 4 of each a thread (rows 16
+// apart, columns 16 apart: those above the diagonal drop out), then each thread solves one of the 256
+// columns of w and u by forward substitution, 16 rows in registers, earlier ones read back.
+#define WY_THREADS 256
+#define WY_PIECE 32             // key columns staged at a time
+#define WY_LD (WY_PIECE + 4)    // rows on different banks
+#define WY_A_LD (LILY_CHUNK + 4)
+static inline void delta_wy_body(device const float* q, device const float* k,
+                                 device const float* v, device const float* g,
+                                 device const float* beta, device float* w, device float* u,
+                                 device float* scores, PARAM_REF(DeltaWy) p,
+                                 threadgroup float* stage, threadgroup float2* sums,
+                                 threadgroup float* betas, threadgroup float* factors, uint3 group,
+                                 uint tid, uint lane, uint simd) {
+  const uint row0 = group.x * LILY_CHUNK, h = group.y, rows = p.rows;
+  const uint kh = h / (p.value_heads / p.key_heads);
+  const ulong key_floats = (ulong)p.key_heads * LILY_DELTA_DIM;
+  const ulong value_floats = (ulong)p.value_heads * LILY_DELTA_DIM;
+  if (simd == 0) {
+    float2 even, odd;
+    decay_sums(g, row0, rows, p.value_heads, h, lane, even, odd);
+    UNROLL for (uint e = 0; e < 2; ++e) {
+      const uint i = 2 * lane + e, r = row0 + i;
+      const float2 sum = e ? odd : even;
+      const float b = r < rows ? beta[(ulong)r * p.value_heads + h] : 0.0f;
+      sums[i] = sum;
+      betas[i] = b;
+      factors[i] = b * exp_(sum.x + sum.y);
+    }
+  }
+  const uint cg = (lane & 7) + 8 * (simd & 1), rg = (lane >> 3) + 4 * (simd >> 1);
+  threadgroup float* stage_q = stage + LILY_CHUNK * WY_LD;
+  float kk[4][4], qk[4][4];
+  UNROLL for (uint i = 0; i < 4; ++i) {
+    UNROLL for (uint j = 0; j < 4; ++j) kk[i][j] = qk[i][j] = 0.0f;
+  }
+  for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += WY_PIECE) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage_rows(k + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, WY_PIECE / 4, stage, WY_LD, tid, WY_THREADS);
+    stage_rows(q + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, WY_PIECE / 4, stage_q, WY_LD, tid, WY_THREADS);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = 0; d < WY_PIECE; d += 4) {
+      float4 cols[4];
+      UNROLL for (uint j = 0; j < 4; ++j) {
+        cols[j] = *(threadgroup const float4*)(stage + (cg + 16 * j) * WY_LD + d);
+      }
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        const float4 a = *(threadgroup const float4*)(stage + (rg + 16 * i) * WY_LD + d);
+        const float4 b = *(threadgroup const float4*)(stage_q + (rg + 16 * i) * WY_LD + d);
+        UNROLL for (uint j = 0; j <= i; ++j) {
+          kk[i][j] = dot4(a, cols[j], kk[i][j]);
+          qk[i][j] = dot4(b, cols[j], qk[i][j]);
+        }
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL for (uint i = 0; i < 4; ++i) {
+    UNROLL for (uint j = 0; j < 4; ++j) {
+      const uint r = rg + 16 * i, c = cg + 16 * j;
+      // Above the diagonal the difference is positive and could overflow: never taken.
+      const float decay = c <= r ? exp_(pair_difference(sums[r], sums[c])) : 0.0f;
+      // A is kept transposed, [c][r], so that the substitution reads 4 rows at once.
+      if (j <= i) stage[c * WY_A_LD + r] = c < r ? betas[r] * decay * kk[i][j] : 0.0f;
+      if (row0 + r < rows) {
+        scores[((ulong)(row0 + r) * p.value_heads + h) * LILY_CHUNK + c] = decay * qk[i][j];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint c = tid & (LILY_DELTA_DIM - 1);
+  const bool is_u = tid >= LILY_DELTA_DIM;  // the same in a whole simdgroup
+  device const float* from = is_u ? v + h * LILY_DELTA_DIM + c : k + kh * LILY_DELTA_DIM + c;
+  const ulong from_floats = is_u ? value_floats : key_floats;
+  threadgroup const float* factor = is_u ? betas : factors;
+  device float* to = (is_u ? u : w) + row0 * value_floats + h * LILY_DELTA_DIM + c;
+  const uint n = min(rows - row0, (uint)LILY_CHUNK);
+  for (uint b = 0; b < n; b += 16) {
+    float x[16];
+    UNROLL for (uint i = 0; i < 16; ++i) {
+      x[i] = b + i < n ? from[(row0 + b + i) * from_floats] * factor[b + i] : 0.0f;
+    }
+    for (uint j = 0; j < b; ++j) {
+      const float done = to[j * value_floats];
+      UNROLL for (uint e = 0; e < 4; ++e) {
+        const float4 a = *(threadgroup const float4*)(stage + j * WY_A_LD + b + 4 * e);
+        UNROLL for (uint f = 0; f < 4; ++f) x[4 * e + f] = fma(-a[f], done, x[4 * e + f]);
+      }
+    }
+    UNROLL for (uint j = 0; j < 15; ++j) {
+      UNROLL for (uint e = 0; e < 4; ++e) {
+        if (4 * e + 3 > j) {
+          const float4 a = *(threadgroup const float4*)(stage + (b + j) * WY_A_LD + b + 4 * e);
+          UNROLL for (uint f = 0; f < 4; ++f) {
+            if (4 * e + f > j) x[4 * e + f] = fma(-a[f], x[j], x[4 * e + f]);
+          }
+        }
+      }
+    }
+    UNROLL for (uint i = 0; i < 16; ++i) {
+      if (b + i < n) to[(b + i) * value_floats] = x[i];
+    }
+  }
+}
+#define DELTA_WY(op, name, c0, c1, c2)                                                            \
+  KERNEL(name)(IN(float, q, 0), IN(float, k, 1), IN(float, v, 2), IN(float, g, 3),                \
+               IN(float, beta, 4), OUT(float, w, 5), OUT(float, u, 6), OUT(float, scores, 7),     \
+               PARAMS(DeltaWy, 8) IDS) {                                                          \
+    READ_IDS                                                                                      \
+    SHARED(float, stage, 2 * LILY_CHUNK * WY_LD); /* then A: LILY_CHUNK * WY_A_LD */              \
+    SHARED(float2, sums, LILY_CHUNK);                                                             \
+    SHARED(float, betas, LILY_CHUNK);                                                             \
+    SHARED(float, factors, LILY_CHUNK);                                                           \
+    delta_wy_body(q, k, v, g, beta, w, u, scores, p, stage, sums, betas, factors, group, tid,     \
+                  lane, simd);                                                                    \
+  }
+LILY_VARIANTS_delta_wy(DELTA_WY)
+
+// ---- delta_scan ---------------------------------------------------------------------------------
+// Group = (value head, 16 value columns), 4 simdgroups; the state [16 v][128 k] lives in threadgroup
+// memory through all chunks. Per chunk: [w; q] S^T, from it the writes d = u - w S^T and o =
+// exp(G) q S^T + scores d, then S = exp(G_last) S + d^T (exp(G_last - G) k).
+#define SCAN_THREADS 128
+#define SCAN_V 16
+#define SCAN_PIECE 32                     // key columns of w and q staged at a time
+#define SCAN_LD (SCAN_PIECE + 4)          // rows on different banks
+#define SCAN_WIDE_LD (LILY_CHUNK + 4)     // of 64 columns of scores or k, and of d
+#define SCAN_STATE_LD (LILY_DELTA_DIM + 4)
+static inline void delta_scan_body(device const float* q, device const float* k,
+                                   device const float* g, device const float* w,
+                                   device const float* u, device const float* scores,
+                                   device const float* state_in, device float* state_out,
+                                   device float* o, PARAM_REF(DeltaScan) p,
+                                   threadgroup float* state, threadgroup float* d,
+                                   threadgroup float* stage, threadgroup float* grown,
+                                   threadgroup float* rest, uint3 group, uint tid, uint lane,
+                                   uint simd) {
+  const uint h = group.x, v0 = group.y * SCAN_V, rows = p.rows;
+  const uint kh = h / (p.value_heads / p.key_heads);
+  const ulong key_floats = (ulong)p.key_heads * LILY_DELTA_DIM;
+  const ulong value_floats = (ulong)p.value_heads * LILY_DELTA_DIM;
+  // Of products [rows][16 v]: this thread has rows rg + 16 i and columns cg, cg + 8.
+  const uint cg = lane & 7, rg = (lane >> 3) + 4 * simd;
+  const ulong state_at = ((ulong)h * LILY_DELTA_DIM + v0) * LILY_DELTA_DIM;
+  for (uint i = tid; i < SCAN_V * LILY_DELTA_DIM / 4; i += SCAN_THREADS) {
+    *(threadgroup float4*)(state + i / 32 * SCAN_STATE_LD + 4 * (i % 32)) =
+        *(device const float4*)(state_in + state_at + 4 * i);
+  }
+  for (uint row0 = 0; row0 < rows; row0 += LILY_CHUNK) {
+    if (simd == 0) {
+      float2 even, odd;
+      decay_sums(g, row0, rows, p.value_heads, h, lane, even, odd);
+      const float2 last = float2(simd_shuffle(odd.x, 31), simd_shuffle(odd.y, 31));
+      grown[2 * lane] = exp_(even.x + even.y);
+      grown[2 * lane + 1] = exp_(odd.x + odd.y);
+      rest[2 * lane] = exp_(pair_difference(last, even));
+      rest[2 * lane + 1] = exp_(pair_difference(last, odd));
+    }
+    float acc[8][2];  // 4 rows of w S^T, 4 of q S^T
+    UNROLL for (uint i = 0; i < 8; ++i) acc[i][0] = acc[i][1] = 0.0f;
+    for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += SCAN_PIECE) {
+      stage_rows(w + h * LILY_DELTA_DIM + d0, row0, rows, value_floats, SCAN_PIECE / 4, stage, SCAN_LD, tid, SCAN_THREADS);
+      stage_rows(q + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, SCAN_PIECE / 4,
+                 stage + LILY_CHUNK * SCAN_LD, SCAN_LD, tid, SCAN_THREADS);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint c = 0; c < SCAN_PIECE; c += 4) {
+        const float4 s0 = *(threadgroup const float4*)(state + cg * SCAN_STATE_LD + d0 + c);
+        const float4 s1 = *(threadgroup const float4*)(state + (cg + 8) * SCAN_STATE_LD + d0 + c);
+        UNROLL for (uint i = 0; i < 8; ++i) {
+          const float4 a = *(threadgroup const float4*)(stage + (rg + 16 * i) * SCAN_LD + c);
+          acc[i][0] = dot4(a, s0, acc[i][0]);
+          acc[i][1] = dot4(a, s1, acc[i][1]);
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    UNROLL for (uint i = 0; i < 4; ++i) {
+      const uint r = rg + 16 * i;
+      device const float* at = u + (row0 + r) * value_floats + h * LILY_DELTA_DIM + v0 + cg;
+      UNROLL for (uint e = 0; e < 2; ++e) {
+        d[(cg + 8 * e) * SCAN_WIDE_LD + r] = row0 + r < rows ? at[8 * e] - acc[i][e] : 0.0f;
+        acc[4 + i][e] *= grown[r];
+      }
+    }
+    stage_rows(scores + (ulong)h * LILY_CHUNK, row0, rows, (ulong)p.value_heads * LILY_CHUNK,
+               LILY_CHUNK / 4, stage, SCAN_WIDE_LD, tid, SCAN_THREADS);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint c = 0; c < LILY_CHUNK; c += 4) {
+      const float4 d_0 = *(threadgroup const float4*)(d + cg * SCAN_WIDE_LD + c);
+      const float4 d_1 = *(threadgroup const float4*)(d + (cg + 8) * SCAN_WIDE_LD + c);
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        const float4 a = *(threadgroup const float4*)(stage + (rg + 16 * i) * SCAN_WIDE_LD + c);
+        acc[4 + i][0] = dot4(a, d_0, acc[4 + i][0]);
+        acc[4 + i][1] = dot4(a, d_1, acc[4 + i][1]);
+      }
+    }
+    UNROLL for (uint i = 0; i < 4; ++i) {
+      const uint r = row0 + rg + 16 * i;
+      device float* to = o + r * value_floats + h * LILY_DELTA_DIM + v0 + cg;
+      if (r < rows) {
+        to[0] = acc[4 + i][0];
+        to[8] = acc[4 + i][1];
+      }
+    }
+    // The state, 64 key columns at a time: this thread has columns 4 rg of rows cg, cg + 8.
+    const float kept = grown[LILY_CHUNK - 1];
+    for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += LILY_CHUNK) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage_rows(k + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, LILY_CHUNK / 4, stage, SCAN_WIDE_LD, tid, SCAN_THREADS);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      float4 sum0 = float4(0.0f), sum1 = float4(0.0f);
+      for (uint r = 0; r < LILY_CHUNK; r += 4) {
+        const float4 left = *(threadgroup const float4*)(rest + r);
+        const float4 d_0 = *(threadgroup const float4*)(d + cg * SCAN_WIDE_LD + r) * left;
+        const float4 d_1 = *(threadgroup const float4*)(d + (cg + 8) * SCAN_WIDE_LD + r) * left;
+        UNROLL for (uint e = 0; e < 4; ++e) {
+          const float4 a = *(threadgroup const float4*)(stage + (r + e) * SCAN_WIDE_LD + 4 * rg);
+          sum0 += d_0[e] * a;
+          sum1 += d_1[e] * a;
+        }
+      }
+      threadgroup float4* s0 = (threadgroup float4*)(state + cg * SCAN_STATE_LD + d0 + 4 * rg);
+      threadgroup float4* s1 = (threadgroup float4*)(state + (cg + 8) * SCAN_STATE_LD + d0 + 4 * rg);
+      *s0 = kept * *s0 + sum0;
+      *s1 = kept * *s1 + sum1;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (uint i = tid; i < SCAN_V * LILY_DELTA_DIM / 4; i += SCAN_THREADS) {
+    *(device float4*)(state_out + state_at + 4 * i) =
+        *(threadgroup const float4*)(state + i / 32 * SCAN_STATE_LD + 4 * (i % 32));
+  }
+}
+#define DELTA_SCAN(op, name, c0, c1, c2)                                                         \
+  KERNEL(name)(IN(float, q, 0), IN(float, k, 1), IN(float, g, 2), IN(float, w, 3),               \
+               IN(float, u, 4), IN(float, scores, 5), IN(float, state_in, 6),                    \
+               OUT(float, state_out, 7), OUT(float, o, 8), PARAMS(DeltaScan, 9) IDS) {           \
+    READ_IDS                                                                                     \
+    SHARED(float, state, SCAN_V * SCAN_STATE_LD);                                                \
+    SHARED(float, d, SCAN_V * SCAN_WIDE_LD);                                                     \
+    SHARED(float, stage, 2 * LILY_CHUNK * SCAN_LD); /* or LILY_CHUNK * SCAN_WIDE_LD */           \
+    SHARED(float, grown, LILY_CHUNK);                                                            \
+    SHARED(float, rest, LILY_CHUNK);                                                             \
+    delta_scan_body(q, k, g, w, u, scores, state_in, state_out, o, p, state, d, stage, grown,    \
+                    rest, group, tid, lane, simd);                                               \
+  }
+LILY_VARIANTS_delta_scan(DELTA_SCAN)
+
+// ---- gated_norm ---------------------------------------------------------------------------------
+// Simdgroup = one head of one row.
+#define GATED_SIMDS 4
+static inline void gated_norm_body(device const float* o, device const act_t* proj,
+                                   device const float* gain, device act_t* y,
+                                   PARAM_REF(GatedNorm) p, uint3 group, uint lane, uint simd) {
+  const uint row = group.x, h = group.y * GATED_SIMDS + simd, c = h * LILY_DELTA_DIM + 4 * lane;
+  if (h >= p.heads) return;
+  const ulong at = (ulong)row * p.heads * LILY_DELTA_DIM + c;
+  const float4 v = *(device const float4*)(o + at);
+  const float inv = inv_sqrt(simd_sum(dot4(v, v, 0.0f)) / float(LILY_DELTA_DIM) + p.eps);
+  const float4 z = load4(proj + (ulong)row * p.proj_stride + p.z_offset + c);
+  const float4 gate = float4(silu(z.x), silu(z.y), silu(z.z), silu(z.w));
+  store4(y + at, v * inv * *(device const float4*)(gain + 4 * lane) * gate);
+}
+#define GATED_NORM(op, name, c0, c1, c2)                                                 \
+  KERNEL(name)(IN(float, o, 0), IN(act_t, proj, 1), IN(float, gain, 2), OUT(act_t, y, 3), \
+               PARAMS(GatedNorm, 4) IDS) {                                               \
+    READ_IDS                                                                             \
+    gated_norm_body(o, proj, gain, y, p, group, lane, simd);                             \
+  }
+LILY_VARIANTS_gated_norm(GATED_NORM)

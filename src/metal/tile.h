@@ -129,11 +129,11 @@ struct Tile {
 };
 extern "C" {
 // Row << 16 | column of this lane's element i, a seeded bijection per (M, N).
-uint lily_sim_tile_map(uint m, uint n, uint i);
+__attribute__((const)) uint lily_sim_tile_map(uint m, uint n, uint i);
 // Collectives: the runtime computes the whole simdgroup's result when all lanes have arrived.
 // transposed: B is [N][ldb], else [K][ldb]; bf16: operand type.
-void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const void* a, uint lda, const void* b, uint ldb, int transposed, int bf16);
-void lily_sim_tile_reduce(const float* v, uint m, uint n, int is_max, float* out);
+LILY_COLLECTIVE void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const void* a, uint lda, const void* b, uint ldb, int transposed, int bf16);
+LILY_COLLECTIVE void lily_sim_tile_reduce(const float* v, uint m, uint n, int is_max, float* out);
 }
 template <uint M, uint N>
 static inline uint tile_row(uint i) { return lily_sim_tile_map(M, N, i) >> 16; }

@@ -47,8 +47,8 @@ using namespace metal;
 #define SHARED(T, name, n) static threadgroup T name[n]
 #else
 #define SHARED(T, name, n)    \
-  static const char name##_key = 0; \
-  T* name = (T*)lily_sim_shared(&name##_key, sizeof(T) * (n))
+  static const char name##_key[] = #name; \
+  T* name = (T*)lily_sim_shared(name##_key, sizeof(T) * (n))
 #endif
 #endif
 

@@ -1,0 +1,297 @@
+// sim.cpp: the device "sim": runs the kernel text as compiled for the host, one emulated thread at a
+// time, and refuses whatever a GPU would let pass: see sim_shadow.h and sim_scheduler.cpp.
+#include "sim.h"
+
+#ifndef LILY_HAS_SIM
+
+namespace lily {
+DeviceRef make_sim(bool, std::string& why) {
+  why = "this build does not include the emulated device";
+  return nullptr;
+}
+std::vector<LaunchRecord> sim_records(const Program&) {
+  throw LilyError("sim: this build does not include the emulated device");
+}
+}  // namespace lily
+
+#else
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "host_queue.h"
+#include "ops.h"
+#include "sim_emulator.h"
+
+#define X(op, name, c0, c1, c2) \
+  extern "C" void name##_bf16() __attribute__((weak)); \
+  extern "C" void name##_f32() __attribute__((weak));
+LILY_VARIANTS(X)
+#undef X
+
+namespace lily {
+namespace {
+
+struct Compiled {
+  const char* name[2];
+  sim::Kernel kernel[2];  // bf16, exact
+};
+// All kernels are called with kMaxArgs pointers, of which they take as many as they declare.
+const Compiled kCompiled[] = {
+#define X(op, name, c0, c1, c2) \
+  {{#name "_bf16", #name "_f32"}, {reinterpret_cast<sim::Kernel>(&name##_bf16), reinterpret_cast<sim::Kernel>(&name##_f32)}},
+    LILY_VARIANTS(X)
+#undef X
+};
+
+// Small buffers are filled with NaNs. In large ones the shadow alone knows what is uninitialised:
+// their pages come into being when touched, so tests may allocate sparse gigabytes.
+constexpr size_t kPoisonLimit = 16 << 20;
+
+class SimBuffer : public Buffer {
+ public:
+  SimBuffer(size_t bytes, std::string_view name, std::shared_ptr<std::atomic<uint64_t>> account)
+      : pages_(map(bytes, name)), shadow_(pages_, bytes), account_(std::move(account)) {
+    size = bytes;
+    label = name;
+    host = static_cast<std::byte*>(pages_);
+    if (bytes <= kPoisonLimit) std::memset(pages_, 0xff, bytes);
+    *account_ += bytes;
+  }
+  ~SimBuffer() override {
+    munmap(pages_, size);
+    *account_ -= size;
+  }
+  sim::Shadow& shadow() { return shadow_; }
+
+ private:
+  static void* map(size_t bytes, std::string_view name) {
+    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    check(at != MAP_FAILED, "sim: ", name, ": no ", bytes, " bytes of memory");
+    return at;
+  }
+  void* pages_;
+  sim::Shadow shadow_;
+  std::shared_ptr<std::atomic<uint64_t>> account_;
+};
+SimBuffer& sim_buffer(const BufferRef& b) { return static_cast<SimBuffer&>(*b); }
+
+class SimProgram : public Program {
+ public:
+  CommandList list;
+  BufferRef params;
+  std::vector<sim::Call> calls;
+  std::vector<std::vector<uint32_t>> followers;  // launches that a hazard orders behind each
+  std::vector<uint32_t> predecessors;            // how many each has
+  mutable std::mutex mutex;                      // of records
+  std::vector<LaunchRecord> records;
+};
+
+bool writes(Access a) { return a == Access::write || a == Access::read_write; }
+bool reads(Access a) { return a == Access::read || a == Access::read_write; }
+
+sim::Declared declare(const Arg& arg, std::string what) {
+  sim::Declared d;
+  const Tensor& t = arg.tensor;
+  d.begin = reinterpret_cast<uintptr_t>(t.buffer->host) + t.offset;
+  d.end = d.begin + t.bytes();
+  d.access = arg.access;
+  d.shadow = &sim_buffer(t.buffer).shadow();
+  d.what = concat(what, " '", t.buffer->label, "'");
+  d.counted = true;
+  return d;
+}
+
+// Addresses, permissions and declared traffic of one launch.
+sim::Call resolve(const Launch& launch, const Tensor& params, LaunchRecord& record) {
+  sim::Call call;
+  call.grid = launch.grid;
+  size_t bound = 0;
+  const auto add = [&](const Arg& arg, const std::string& what) {
+    if (arg.access == Access::none || arg.tensor.elements == 0) return;
+    call.declared.push_back(declare(arg, what));
+    if (reads(arg.access)) record.declared_read += arg.tensor.bytes();
+    if (writes(arg.access)) record.declared_written += arg.tensor.bytes();
+  };
+  const auto bind = [&](const Tensor& t) {
+    check(bound < sim::kMaxArgs, "sim: a kernel takes at most ", sim::kMaxArgs, " arguments");
+    call.args[bound++] = t.buffer ? t.buffer->host + t.offset : nullptr;
+  };
+  for (const Arg& arg : launch.args) {
+    add(arg, concat("argument ", bound));
+    bind(arg.tensor);
+  }
+  for (const Arg& arg : launch.unbound) add(arg, "unbound range");
+  if (launch.params_size > 0) {
+    Tensor p = params;
+    p.offset += launch.params_offset;
+    p.elements = launch.params_size / 4;
+    call.declared.push_back(declare(in(p), "params"));
+    call.declared.back().counted = false;
+    bind(p);
+  }
+  if (launch.step.access != Access::none) {
+    add(launch.step, "step");
+    bind(launch.step.tensor);
+  }
+  record.variant = launch.variant;
+  record.grid = launch.grid;
+  return call;
+}
+
+class SimDevice : public Device {
+ public:
+  SimDevice(bool exact, uint64_t seed)
+      : Device(exact), limit_(uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGE_SIZE))),
+        seed_(seed) {}
+  std::string name() const override { return "sim"; }
+  std::string description() const override {
+    return concat("emulated threads over the kernel text, every access checked, seed ", seed_.state);
+  }
+  Family family() const override { return Family::sim; }
+  uint64_t memory_limit() const override { return limit_; }
+
+  BufferRef allocate(size_t bytes, std::string_view label, Memory) override {
+    check(bytes > 0, "sim: ", label, " has no bytes");
+    const uint64_t used = allocated();
+    check(used <= limit_ && bytes <= limit_ - used, "sim: ", label, " needs ", bytes, " bytes, ",
+          limit_ - std::min(limit_, used), " of ", limit_, " are left");
+    return std::make_shared<SimBuffer>(bytes, label, allocated_);
+  }
+  void upload(const Tensor& to, const void* from) override {
+    queue_.drain();
+    std::memcpy(to.buffer->host + to.offset, from, to.bytes());
+    sim_buffer(to.buffer).shadow().mark_initialised(to.offset, to.bytes());
+  }
+  void download(const Tensor& from, void* to) override {
+    queue_.drain();
+    std::memcpy(to, from.buffer->host + from.offset, from.bytes());
+  }
+  uint64_t address(const Tensor& t) override {
+    return reinterpret_cast<uint64_t>(t.buffer->host + t.offset);
+  }
+
+  ProgramRef compile(CommandList list, bool) override {
+    auto program = prepare(std::move(list));
+    for (size_t i = 0; i < program->calls.size(); ++i) {
+      const Compiled& compiled = kCompiled[program->list.launches[i].variant];
+      program->calls[i].kernel = compiled.kernel[exact()];
+      program->calls[i].name = compiled.name[exact()];
+      check(program->calls[i].kernel != nullptr, "sim: kernel ", compiled.name[exact()], " is not in this build");
+    }
+    return program;
+  }
+  // As compile, for one launch of a kernel that is not ours.
+  ProgramRef compile_foreign(CommandList list, void* kernel, const char* name) {
+    auto program = prepare(std::move(list));
+    program->calls.at(0).kernel = reinterpret_cast<sim::Kernel>(kernel);
+    program->calls.at(0).name = name;
+    return program;
+  }
+
+  Ticket submit(const ProgramRef& program, const std::atomic<bool>* cancel) override {
+    return queue_.push([this, program, cancel] { run(static_cast<SimProgram&>(*program), cancel); });
+  }
+  void wait(Ticket ticket) override { queue_.wait(ticket); }
+
+ private:
+  std::shared_ptr<SimProgram> prepare(CommandList list) {
+    auto program = std::make_shared<SimProgram>();
+    Tensor params;
+    if (!list.params.empty()) {
+      // Not the user's memory, so it counts for nobody.
+      program->params = std::make_shared<SimBuffer>(list.params.size(), "params",
+                                                    std::make_shared<std::atomic<uint64_t>>(0));
+      std::memcpy(program->params->host, list.params.data(), list.params.size());
+      sim_buffer(program->params).shadow().mark_initialised(0, list.params.size());
+      params.buffer = program->params;
+      params.dtype = DType::u32;
+    }
+    const size_t n = list.launches.size();
+    const std::vector<uint32_t> levels = hazard_levels(list);
+    program->records.resize(n);
+    program->followers.resize(n);
+    program->predecessors.resize(n);
+    for (size_t i = 0; i < n; ++i) {
+      program->calls.push_back(resolve(list.launches[i], params, program->records[i]));
+      program->records[i].level = levels[i];
+      for (size_t j = 0; j < i; ++j) {
+        if (!conflicts(list.launches[j], list.launches[i])) continue;
+        program->followers[j].push_back(uint32_t(i));
+        ++program->predecessors[i];
+      }
+    }
+    program->list = std::move(list);
+    return program;
+  }
+
+  // On the queue's worker. Any order that the hazards allow is right; a drawn one is taken.
+  void run(SimProgram& program, const std::atomic<bool>* cancel) {
+    const CommandList& list = program.list;
+    std::vector<uint32_t> missing = program.predecessors, ready;
+    for (uint32_t i = 0; i < missing.size(); ++i) {
+      if (missing[i] == 0) ready.push_back(i);
+    }
+    while (!ready.empty()) {
+      check<Cancelled>(!(cancel && cancel->load(std::memory_order_relaxed)), list.label, ": cancelled");
+      std::swap(ready[seed_.below(uint32_t(ready.size()))], ready.back());
+      const uint32_t i = ready.back();
+      ready.pop_back();
+      run_launch(program, i);
+      for (const uint32_t next : program.followers[i]) {
+        if (--missing[next] == 0) ready.push_back(next);
+      }
+    }
+  }
+  void run_launch(SimProgram& program, uint32_t i) {
+    sim::Touched touched;
+    try {
+      touched = sim::run(program.calls[i], seed_.next());
+    } catch (const DeviceError& error) {
+      throw DeviceError(concat("sim: ", program.list.label, ", launch ", i, " of ", program.calls.size(), ": ",
+                               error.what()));
+    }
+    const std::lock_guard lock(program.mutex);
+    LaunchRecord& record = program.records[i];
+    record.read = touched.read;
+    record.read_distinct = touched.read_distinct;
+    record.written = touched.written;
+    record.written_distinct = touched.written_distinct;
+  }
+
+  const uint64_t limit_;
+  sim::Random seed_;  // the worker's, once there is work
+  HostQueue queue_;   // last: its worker uses the rest
+};
+
+}  // namespace
+
+std::vector<LaunchRecord> sim_records(const Program& program) {
+  const auto* mine = dynamic_cast<const SimProgram*>(&program);
+  check(mine != nullptr, "sim: the program belongs to another device");
+  const std::lock_guard lock(mine->mutex);
+  return mine->records;
+}
+
+// LILY_SIM_SEED draws other orders and layouts; the same seed repeats the same ones.
+DeviceRef make_sim(bool exact, std::string& why) {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
+    why = "the emulated device needs a processor with AVX2, FMA and F16C";
+    return nullptr;
+  }
+#else
+  (void)why;
+#endif
+  const char* seed = std::getenv("LILY_SIM_SEED");
+  return std::make_shared<SimDevice>(exact, seed ? std::strtoull(seed, nullptr, 10) : 1);
+}
+
+}  // namespace lily
+
+#endif  // LILY_HAS_SIM

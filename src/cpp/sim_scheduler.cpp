@@ -1,0 +1,645 @@
+// sim_scheduler.cpp: threads as fibers: groups, simdgroups, barriers, collectives, threadgroup
+// memory, tiles. Which lane, simdgroup or group runs next is drawn by seed.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+
+#include "sim_emulator.h"
+
+// Saves the caller's registers and stack pointer, takes up the other stack. Jumps instead of
+// returning: all fibers continue at one address, so the jump is predicted, a return would not be.
+extern "C" void lily_sim_switch(void** save, void* to) __attribute__((visibility("hidden")));
+#if defined(__x86_64__)
+asm(R"(
+.text
+.hidden lily_sim_switch
+.globl lily_sim_switch
+.type lily_sim_switch, @function
+lily_sim_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  popq %rcx
+  jmpq *%rcx
+.size lily_sim_switch, . - lily_sim_switch
+)");
+constexpr size_t kFrameWords = 8, kReturnWord = 6;  // registers, entry, and a return address of 0
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.hidden lily_sim_switch
+.globl lily_sim_switch
+.type lily_sim_switch, %function
+lily_sim_switch:
+  stp x19, x20, [sp, #-160]!
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  ldp x19, x20, [sp], #160
+  ret
+.size lily_sim_switch, . - lily_sim_switch
+)");
+constexpr size_t kFrameWords = 20, kReturnWord = 11;
+#else
+#error "sim: no context switch for this processor"
+#endif
+
+namespace lily::sim {
+namespace {
+
+constexpr const char* kBarrier = "threadgroup_barrier";
+constexpr size_t kGuard = 16384;  // a page of any supported system
+
+uint32_t bit_of(uint32_t slot) { return 1u << slot; }
+uint32_t rotate_right(uint32_t v, uint32_t by) { return v >> (by & 31) | v << (-by & 31); }
+
+// ---- who runs next ------------------------------------------------------------------------------
+// A set bit of a mask, in the order of the present turn.
+uint32_t pick(uint32_t mask, uint32_t turn) {
+  const uint32_t rotated = rotate_right(mask, turn);
+  const uint32_t at = turn & 32 ? 31 - __builtin_clz(rotated) : __builtin_ctz(rotated);
+  return (at + turn) & 31;
+}
+
+// Leaves the running lane, for good or until it can run again.
+void run_next() {
+  Emulator& e = emulator;
+  if (e.simd->ready == 0) {
+    if (e.ready_simds == 0) {
+      lily_sim_switch(&e.lane->stack_pointer, e.main_stack_pointer);
+      __builtin_unreachable();
+    }
+    e.simd = &e.simds[pick(e.ready_simds, e.turn)];
+  }
+  Lane* from = e.lane;
+  Lane* to = &e.lanes[(e.simd - e.simds.data()) * kLanes + e.simd->lane_of[pick(e.simd->ready, e.turn)]];
+  if (to == from) return;
+  e.lane = to;
+  e.stack = to->stack;
+  lily_sim_switch(&from->stack_pointer, to->stack_pointer);
+}
+
+void block(const char* name, const void* site) {
+  Emulator& e = emulator;
+  e.lane->waits = name;
+  e.lane->site = site;
+  e.simd->ready &= ~bit_of(e.lane->slot);
+  if (e.simd->ready == 0) e.ready_simds &= ~bit_of(uint32_t(e.simd - e.simds.data()));
+}
+
+void fiber_main() {
+  Emulator& e = emulator;
+  const auto& a = e.call->args;
+  e.call->kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
+                 a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23]);
+  ++e.ended;
+  block(nullptr, nullptr);
+  run_next();
+}
+
+uint32_t new_moment() {
+  Emulator& e = emulator;
+  if (++e.clock.now >= kMomentLimit) {
+    Fault fault;
+    fault.kind = FaultKind::too_long;
+    fail(fault);
+  }
+  return e.clock.now;
+}
+
+// ---- meetings of a simdgroup --------------------------------------------------------------------
+// True in the last lane to arrive, when it may compute for all; the others have waited until then.
+bool meet(const Meeting& meeting) {
+  Emulator& e = emulator;
+  Simd& s = *e.simd;
+  if (s.arrived == 0) {
+    s.meeting = meeting;
+    s.first = e.lane->thread;
+  } else if (!(s.meeting == meeting)) {
+    Fault fault;
+    const bool same_call = s.meeting.site == meeting.site && s.meeting.op == meeting.op;
+    fault.kind = same_call ? FaultKind::tile_operands : FaultKind::collective;
+    fault.text = meeting.name;
+    fault.other_thread = s.first;
+    fault.other_text = s.meeting.name;
+    fail(fault);
+  }
+  const bool last = ++s.arrived == kLanes;
+  block(meeting.name, meeting.site);
+  if (!last) run_next();
+  return last;
+}
+void part() {
+  Emulator& e = emulator;
+  e.simd->arrived = 0;
+  e.simd->ready = ~0u;
+  e.ready_simds |= bit_of(uint32_t(e.simd - e.simds.data()));
+  e.turn = uint32_t(e.random.next() >> 32);
+  // Now and then another simdgroup goes first.
+  if ((e.turn >> 8 & 7) == 0) e.simd = &e.simds[pick(e.ready_simds, e.turn >> 16)];
+  run_next();
+}
+Lane* lanes_of_simd() { return &emulator.lanes[(emulator.simd - emulator.simds.data()) * kLanes]; }
+
+// ---- groups -------------------------------------------------------------------------------------
+void start_stacks() {
+  Emulator& e = emulator;
+  if (e.arena) return;
+  void* arena = mmap(nullptr, kSharedArena, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* stacks = mmap(nullptr, kMaxThreads * (kStackBytes + kGuard), PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (arena == MAP_FAILED || stacks == MAP_FAILED) throw LilyError("sim: no memory for its threads");
+  for (uint32_t i = 0; i < kMaxThreads; ++i) {
+    char* stack = static_cast<char*>(stacks) + i * (kStackBytes + kGuard) + kGuard;
+    if (mprotect(stack, kStackBytes, PROT_READ | PROT_WRITE) != 0) {
+      throw LilyError("sim: no memory for its threads");
+    }
+    e.lanes[i].stack = reinterpret_cast<uintptr_t>(stack);
+    e.lanes[i].thread = i;
+  }
+  e.arena_shadow = std::make_unique<Shadow>(arena, kSharedArena);
+  e.arena = static_cast<std::byte*>(arena);
+}
+
+void start_lane(Lane& lane) {
+  // Stacks begin at different offsets in their pages, else all would compete for one cache set.
+  const uintptr_t top = lane.stack + kStackBytes - (lane.thread * 5 % 61) * 64;
+  void** frame = reinterpret_cast<void**>(top) - kFrameWords;
+  std::fill_n(frame, kFrameWords, nullptr);
+  frame[kReturnWord] = reinterpret_cast<void*>(&fiber_main);
+  lane.stack_pointer = frame;
+  lane.waits = nullptr;
+}
+
+// Why a group in which nobody can run stands still; it is fine when all have ended.
+void find_deadlock(uint32_t threads) {
+  Emulator& e = emulator;
+  if (e.ended == threads) return;
+  Fault fault;
+  Lane* first = nullptr;  // a lane in a collective, else one at the barrier
+  for (uint32_t i = 0; i < threads; ++i) {
+    Lane& lane = e.lanes[i];
+    if (lane.site == nullptr) continue;
+    const bool collective = lane.waits != kBarrier;
+    if (first == nullptr || (collective && fault.kind == FaultKind::barrier)) {
+      first = &lane;
+      fault.kind = collective ? FaultKind::collective : FaultKind::barrier;
+    }
+  }
+  const uint32_t begin = fault.kind == FaultKind::collective ? first->thread / kLanes * kLanes : 0;
+  const uint32_t end = fault.kind == FaultKind::collective ? begin + kLanes : threads;
+  for (uint32_t i = begin; i < end; ++i) {
+    if (e.lanes[i].site == first->site) continue;
+    fault.other_thread = i;
+    fault.other_text = e.lanes[i].waits;
+  }
+  fault.text = first->waits;
+  e.lane = first;
+  e.fault = fault;
+}
+
+void run_group(uint32_t linear, uint32_t threads) {
+  Emulator& e = emulator;
+  const Grid& grid = e.call->grid;
+  e.group[0] = linear % grid.x;
+  e.group[1] = linear / grid.x % grid.y;
+  e.group[2] = linear / grid.x / grid.y;
+  e.arena_shadow->forget(e.shared_used);
+  e.shared_count = e.shared_used = e.shared_bytes = 0;
+  e.at_barrier = e.ended = 0;
+  if (++e.clock.now >= kMomentLimit) {
+    e.lane = &e.lanes[0];
+    e.fault.kind = FaultKind::too_long;
+    return;
+  }
+  e.clock.group = e.clock.barrier[0] = e.clock.barrier[1] = e.clock.now;
+  e.group_begin.push_back(e.clock.now);
+  const uint32_t simds = threads / kLanes;
+  for (uint32_t s = 0; s < simds; ++s) {
+    Simd& simd = e.simds[s];
+    simd.ready = ~0u;
+    simd.arrived = 0;
+    simd.moment[0] = simd.moment[1] = e.clock.now;
+    std::iota(simd.lane_of.begin(), simd.lane_of.end(), uint8_t(0));
+    for (uint32_t i = kLanes - 1; i > 0; --i) {
+      std::swap(simd.lane_of[i], simd.lane_of[e.random.below(i + 1)]);
+    }
+    for (uint32_t i = 0; i < kLanes; ++i) {
+      Lane& lane = e.lanes[s * kLanes + simd.lane_of[i]];
+      lane.slot = i;
+      start_lane(lane);
+    }
+  }
+  e.ready_simds = simds == 32 ? ~0u : (1u << simds) - 1u;
+  e.turn = uint32_t(e.random.next() >> 32);
+  e.simd = &e.simds[pick(e.ready_simds, e.turn)];
+  e.lane = &e.lanes[(e.simd - e.simds.data()) * kLanes + e.simd->lane_of[pick(e.simd->ready, e.turn)]];
+  e.stack = e.lane->stack;
+  lily_sim_switch(&e.main_stack_pointer, e.lane->stack_pointer);
+  if (e.fault.kind == FaultKind::none) find_deadlock(threads);
+}
+
+// ---- a launch -----------------------------------------------------------------------------------
+bool writes(Access a) { return a == Access::write || a == Access::read_write; }
+bool reads(Access a) { return a == Access::read || a == Access::read_write; }
+
+// Cuts the declarations where they overlap, so that one range answers for each byte.
+void build_ranges(const Call& call) {
+  Emulator& e = emulator;
+  std::vector<uintptr_t> cuts;
+  for (const Declared& d : call.declared) {
+    cuts.push_back(d.begin);
+    cuts.push_back(d.end);
+  }
+  std::sort(cuts.begin(), cuts.end());
+  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  e.ranges.clear();
+  for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+    Range r;
+    r.begin = cuts[i], r.end = cuts[i + 1];
+    bool any = false;
+    for (const Declared& d : call.declared) {
+      if (d.begin > r.begin || d.end < r.end || d.access == Access::none) continue;
+      any = true;
+      r.readable |= reads(d.access);
+      r.writable |= writes(d.access);
+      r.counted |= d.counted;
+      r.word_delta = d.shadow->word_delta();
+      r.stamp_delta = d.shadow->stamp_delta();
+    }
+    if (any) e.ranges.push_back(r);
+  }
+  // Granules belong to one range only if it begins and ends at multiples of 8.
+  for (Range& r : e.ranges) {
+    for (const Range& w : e.ranges) {
+      r.stamped |= w.writable && w.begin / 8 <= (r.end - 1) / 8 && r.begin / 8 <= (w.end - 1) / 8;
+    }
+  }
+  e.fixed_ranges = e.ranges.size();
+  e.ranges.resize(e.fixed_ranges + kSharedArrays);
+}
+
+}  // namespace
+
+void fail(const Fault& fault) {
+  Emulator& e = emulator;
+  e.fault = fault;
+  lily_sim_switch(&e.lane->stack_pointer, e.main_stack_pointer);
+  __builtin_unreachable();
+}
+
+Touched run(const Call& call, uint64_t seed) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
+  Emulator& e = emulator;
+  start_stacks();
+  static uint64_t tags = 0;
+  e.tag = ++tags;
+  e.call = &call;
+  e.random = Random(seed);
+  e.fault = {};
+  e.clock = {};
+  e.map = nullptr;
+  e.maps.clear();
+  build_ranges(call);
+  static Range nowhere;
+  e.site.fill(&nowhere);
+  const uint64_t groups = uint64_t(call.grid.x) * call.grid.y * call.grid.z;
+  check<DeviceError>(groups < kMomentLimit, "kernel ", call.name, ": ", groups,
+                     " groups, the emulator takes at most ", kMomentLimit);
+  e.group_order.resize(groups);
+  std::iota(e.group_order.begin(), e.group_order.end(), 0u);
+  for (uint32_t i = uint32_t(groups); i > 1; --i) {
+    std::swap(e.group_order[i - 1], e.group_order[e.random.below(i)]);
+  }
+  e.group_begin.clear();
+  for (const uint32_t linear : e.group_order) {
+    run_group(linear, call.grid.threads);
+    if (e.fault.kind != FaultKind::none) throw DeviceError(describe(e.fault));
+  }
+  Touched sum;
+  for (size_t i = 0; i < e.fixed_ranges; ++i) {
+    const Range& r = e.ranges[i];
+    if (!r.counted) continue;
+    sum.read += r.touched.read;
+    sum.read_distinct += r.touched.read_distinct;
+    sum.written += r.touched.written;
+    sum.written_distinct += r.touched.written_distinct;
+  }
+  return sum;
+}
+
+namespace {
+
+// ---- tiles --------------------------------------------------------------------------------------
+const TileMap& tile_map(uint32_t m, uint32_t n) {
+  Emulator& e = emulator;
+  if (e.map && e.map->m == m && e.map->n == n) return *e.map;
+  for (const auto& known : e.maps) {
+    if (known->m == m && known->n == n) return *(e.map = known.get());
+  }
+  auto map = std::make_unique<TileMap>();
+  map->m = m, map->n = n;
+  map->at.resize(size_t(m) * n);
+  for (uint32_t i = 0; i < m * n; ++i) map->at[i] = i / n << 16 | i % n;
+  for (uint32_t i = m * n; i > 1; --i) std::swap(map->at[i - 1], map->at[e.random.below(i)]);
+  e.map = map.get();
+  e.maps.push_back(std::move(map));
+  return *e.map;
+}
+
+// An operand's rows: checked as reads by the whole simdgroup, then widened to float.
+void read_operand(const void* from, uint32_t rows, uint32_t columns, uint32_t ld, bool bf16,
+                  std::vector<float>& to) {
+  const size_t size = bf16 ? 2 : 4;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(from);
+  const Range* range = range_of(at);
+  Fault fault;
+  fault.kind = FaultKind::tile_space;
+  fault.at = at;
+  if (range && range->space != kGroupSpace) {
+    fault.text = "not in threadgroup memory";
+    fail(fault);
+  }
+  if (at % 4 != 0 || (bf16 && ld % 2 != 0)) {
+    fault.text = "misaligned: rows begin at multiples of 4 bytes";
+    fail(fault);
+  }
+  to.resize(size_t(rows) * columns);
+  for (uint32_t r = 0; r < rows; ++r) {
+    touch_bytes(at + r * ld * size, columns * size, false, true);
+    float* row = &to[size_t(r) * columns];
+    if (bf16) {
+      const auto* in = reinterpret_cast<const uint16_t*>(at) + size_t(r) * ld;
+      for (uint32_t c = 0; c < columns; ++c) {
+        const uint32_t bits = uint32_t(in[c]) << 16;
+        std::memcpy(&row[c], &bits, 4);
+      }
+    } else {
+      std::memcpy(row, reinterpret_cast<const float*>(at) + size_t(r) * ld, columns * 4);
+    }
+  }
+}
+
+void multiply(const Meeting& t) {
+  Emulator& e = emulator;
+  const bool transposed = t.op & 1, bf16 = t.op & 2;
+  read_operand(t.a, t.m, t.k, t.lda, bf16, e.tile_a);
+  read_operand(t.b, transposed ? t.n : t.k, transposed ? t.k : t.n, t.ldb, bf16, e.tile_b);
+  const TileMap& map = tile_map(t.m, t.n);
+  const uint32_t size = t.m * t.n / kLanes;
+  e.tile_c.resize(size_t(t.m) * t.n + t.n * t.k);
+  float* c = e.tile_c.data();
+  Lane* lanes = lanes_of_simd();
+  for (uint32_t l = 0; l < kLanes; ++l) {
+    for (uint32_t i = 0; i < size; ++i) {
+      const uint32_t at = map.at[l * size + i];
+      c[(at >> 16) * t.n + (at & 0xffff)] = lanes[l].tile[i];
+    }
+  }
+  const float* b = e.tile_b.data();
+  if (transposed) {  // [n][k] -> [k][n], so that the inner loop runs over columns
+    float* turned = c + size_t(t.m) * t.n;
+    for (uint32_t j = 0; j < t.n; ++j) {
+      for (uint32_t k = 0; k < t.k; ++k) turned[size_t(k) * t.n + j] = b[size_t(j) * t.k + k];
+    }
+    b = turned;
+  }
+  for (uint32_t i = 0; i < t.m; ++i) {
+    float* row = c + size_t(i) * t.n;
+    for (uint32_t k = 0; k < t.k; ++k) {
+      const float a = e.tile_a[size_t(i) * t.k + k];
+      const float* at = b + size_t(k) * t.n;
+      for (uint32_t j = 0; j < t.n; ++j) row[j] = std::fma(a, at[j], row[j]);
+    }
+  }
+  for (uint32_t l = 0; l < kLanes; ++l) {
+    for (uint32_t i = 0; i < size; ++i) {
+      const uint32_t at = map.at[l * size + i];
+      lanes[l].tile[i] = c[(at >> 16) * t.n + (at & 0xffff)];
+    }
+  }
+}
+
+void reduce_rows(const Meeting& t) {
+  Emulator& e = emulator;
+  const bool is_max = t.op & 1;
+  const TileMap& map = tile_map(t.m, t.n);
+  const uint32_t size = t.m * t.n / kLanes;
+  e.tile_c.resize(size_t(t.m) * t.n);
+  e.tile_a.assign(t.m, is_max ? -INFINITY : 0.0f);
+  Lane* lanes = lanes_of_simd();
+  for (uint32_t i = 0; i < t.m * t.n; ++i) {
+    const uint32_t at = map.at[i];
+    e.tile_c[(at >> 16) * t.n + (at & 0xffff)] = lanes[i / size].tile[i % size];
+  }
+  for (uint32_t i = 0; i < t.m * t.n; ++i) {
+    float& row = e.tile_a[i / t.n];
+    row = is_max ? std::fmax(row, e.tile_c[i]) : row + e.tile_c[i];
+  }
+  for (uint32_t i = 0; i < t.m * t.n; ++i) lanes[i / size].rows[i % size] = e.tile_a[map.at[i] >> 16];
+}
+
+constexpr const char* kShuffles[] = {"simd_shuffle_xor", "simd_shuffle", "simd_shuffle_up", "simd_shuffle_down"};
+constexpr uint32_t kOutOfSimd = 0xffffffffu;  // undefined on Metal: a NaN
+
+void shuffle(uint32_t op) {
+  Lane* lanes = lanes_of_simd();
+  uint32_t given[kLanes];
+  for (uint32_t l = 0; l < kLanes; ++l) given[l] = lanes[l].value;
+  for (uint32_t l = 0; l < kLanes; ++l) {
+    const uint32_t a = lanes[l].argument;
+    const uint32_t from = op == 0 ? l ^ a : op == 1 ? a : op == 2 ? l - a : l + a;
+    lanes[l].value = from < kLanes ? given[from] : kOutOfSimd;
+  }
+}
+
+}  // namespace
+}  // namespace lily::sim
+
+// ---- what the kernel text calls: declared in metal_stdlib and tile.h -----------------------------
+#define LILY_CALL extern "C" __attribute__((visibility("protected"), used))
+#define LILY_SITE __builtin_return_address(0)
+using lily::sim::emulator;
+using lily::sim::Fault;
+using lily::sim::FaultKind;
+namespace sim = lily::sim;
+
+LILY_CALL void lily_sim_group(uint32_t* xyz) { std::copy_n(emulator.group, 3, xyz); }
+LILY_CALL uint32_t lily_sim_thread() { return emulator.lane->thread; }
+
+// flags: 1 orders device memory, 2 threadgroup memory.
+LILY_CALL void lily_sim_barrier(int flags) {
+  sim::Emulator& e = emulator;
+  const void* site = LILY_SITE;
+  const uint32_t threads = e.call->grid.threads;
+  if (e.at_barrier == 0) {
+    e.barrier_site = site;
+    e.barrier_thread = e.lane->thread;
+  } else if (e.barrier_site != site) {
+    Fault fault;
+    fault.kind = FaultKind::barrier;
+    fault.text = fault.other_text = sim::kBarrier;
+    fault.other_thread = e.barrier_thread;
+    sim::fail(fault);
+  }
+  const bool last = ++e.at_barrier == threads;
+  sim::block(sim::kBarrier, site);
+  if (!last) {
+    sim::run_next();
+    return;
+  }
+  e.at_barrier = 0;
+  const uint32_t simds = threads / sim::kLanes, moment = sim::new_moment();
+  for (uint32_t space = 0; space < 2; ++space) {
+    if (!(flags & 1 << space)) continue;
+    e.clock.barrier[space] = moment;
+    for (uint32_t s = 0; s < simds; ++s) e.simds[s].moment[space] = moment;
+  }
+  for (uint32_t s = 0; s < simds; ++s) e.simds[s].ready = ~0u;
+  e.ready_simds = simds == 32 ? ~0u : (1u << simds) - 1u;
+  e.turn = uint32_t(e.random.next() >> 32);
+  e.simd = &e.simds[sim::pick(e.ready_simds, e.turn >> 16)];
+  sim::run_next();
+}
+
+LILY_CALL void lily_sim_simd_barrier(int flags) {
+  if (!sim::meet({"simdgroup_barrier", LILY_SITE, 0, 0, 0, 0, 0, 0, nullptr, nullptr})) return;
+  const uint32_t moment = sim::new_moment();
+  for (uint32_t space = 0; space < 2; ++space) {
+    if (flags & 1 << space) emulator.simd->moment[space] = moment;
+  }
+  sim::part();
+}
+
+LILY_CALL uint32_t lily_sim_shuffle(uint32_t value, uint32_t argument, int op) {
+  sim::Lane& lane = *emulator.lane;
+  if (argument >= sim::kLanes) {
+    Fault fault;
+    fault.kind = FaultKind::lane_index;
+    fault.text = sim::kShuffles[op];
+    fault.size = argument;
+    sim::fail(fault);
+  }
+  lane.value = value;
+  lane.argument = argument;
+  if (sim::meet({sim::kShuffles[op], LILY_SITE, uint32_t(op), 0, 0, 0, 0, 0, nullptr, nullptr})) {
+    sim::shuffle(uint32_t(op));
+    sim::part();
+  }
+  return lane.value;
+}
+
+LILY_CALL uint32_t lily_sim_atomic_add(uint32_t* at, uint32_t value) {
+  sim::touch_atomic(reinterpret_cast<uintptr_t>(at), true, true);
+  const uint32_t old = *at;
+  *at = old + value;
+  return old;
+}
+LILY_CALL uint32_t lily_sim_atomic_load(uint32_t* at) {
+  sim::touch_atomic(reinterpret_cast<uintptr_t>(at), true, false);
+  return *at;
+}
+LILY_CALL void lily_sim_atomic_store(uint32_t* at, uint32_t value) {
+  sim::touch_atomic(reinterpret_cast<uintptr_t>(at), false, true);
+  *at = value;
+}
+
+// key: the array's name, its address tells declarations apart.
+LILY_CALL void* lily_sim_shared(const void* key, uint64_t bytes) {
+  sim::Emulator& e = emulator;
+  for (size_t i = 0; i < e.shared_count; ++i) {
+    const sim::SharedArray& known = e.shared[i];
+    if (known.key != key) continue;
+    if (known.bytes != bytes) {
+      Fault fault;
+      fault.kind = FaultKind::shared_changed;
+      fault.text = static_cast<const char*>(key);
+      fault.size = bytes;
+      sim::fail(fault);
+    }
+    return reinterpret_cast<void*>(known.begin);
+  }
+  const uint64_t all = e.shared_bytes + (bytes + 15) / 16 * 16;
+  if (all > sim::kSharedLimit || e.shared_count == sim::kSharedArrays) {
+    Fault fault;
+    fault.kind = FaultKind::shared_size;
+    fault.size = all;
+    sim::fail(fault);
+  }
+  const size_t offset = (e.shared_used + sim::kSharedGap + 15) / 16 * 16;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(e.arena) + offset;
+  sim::Range& range = e.ranges[e.fixed_ranges + e.shared_count];
+  range = {};
+  range.begin = begin, range.end = begin + bytes;
+  range.word_delta = e.arena_shadow->word_delta();
+  range.stamp_delta = e.arena_shadow->stamp_delta();
+  range.readable = range.writable = range.stamped = true;
+  range.space = sim::kGroupSpace;
+  e.shared[e.shared_count++] = {key, bytes, begin};
+  e.shared_used = offset + bytes;
+  e.shared_bytes = all;
+  return reinterpret_cast<void*>(begin);
+}
+
+LILY_CALL uint32_t lily_sim_tile_map(uint32_t m, uint32_t n, uint32_t i) {
+  const uint32_t size = m * n / sim::kLanes;
+  if (i >= size) {
+    Fault fault;
+    fault.kind = FaultKind::tile_index;
+    fault.size = i;
+    sim::fail(fault);
+  }
+  return sim::tile_map(m, n).at[emulator.lane->thread % sim::kLanes * size + i];
+}
+LILY_CALL void lily_sim_tile_mma(float* v, uint32_t m, uint32_t n, uint32_t k, const void* a, uint32_t lda,
+                                 const void* b, uint32_t ldb, int transposed, int bf16) {
+  emulator.lane->tile = v;
+  const uint32_t op = uint32_t(transposed) | uint32_t(bf16) << 1;
+  if (!sim::meet({"tile_mma", LILY_SITE, op, m, n, k, lda, ldb, a, b})) return;
+  sim::multiply(emulator.simd->meeting);
+  sim::part();
+}
+LILY_CALL void lily_sim_tile_reduce(const float* v, uint32_t m, uint32_t n, int is_max, float* out) {
+  emulator.lane->tile = const_cast<float*>(v);
+  emulator.lane->rows = out;
+  if (!sim::meet({is_max ? "tile_row_max" : "tile_row_sum", LILY_SITE, uint32_t(is_max), m, n, 0, 0, 0, nullptr,
+                  nullptr})) {
+    return;
+  }
+  sim::reduce_rows(emulator.simd->meeting);
+  sim::part();
+}

@@ -47,56 +47,58 @@ constexpr int kAttributeMajor = 75, kAttributeMinor = 76;  // of the compute cap
 constexpr int kFunctionMaxThreads = 0;
 constexpr int kJitErrorLog = 5, kJitErrorLogBytes = 6;
 
-#define LILY_CUDA_CALLS(X)                                                                         \
-  X(init, "cuInit", (unsigned flags))                                                              \
-  X(driver_version, "cuDriverGetVersion", (int* version))                                          \
-  X(error_name, "cuGetErrorName", (Result error, const char** name))                               \
-  X(error_string, "cuGetErrorString", (Result error, const char** text))                           \
-  X(device_count, "cuDeviceGetCount", (int* count))                                                \
-  X(device_get, "cuDeviceGet", (DeviceId * device, int ordinal))                                   \
-  X(device_name, "cuDeviceGetName", (char* name, int size, DeviceId device))                       \
-  X(device_attribute, "cuDeviceGetAttribute", (int* value, int attribute, DeviceId device))        \
-  X(context_retain, "cuDevicePrimaryCtxRetain", (Context * context, DeviceId device))              \
-  X(context_release, "cuDevicePrimaryCtxRelease_v2", (DeviceId device))                            \
-  X(context_push, "cuCtxPushCurrent_v2", (Context context))                                        \
-  X(context_pop, "cuCtxPopCurrent_v2", (Context * context))                                        \
-  X(memory_info, "cuMemGetInfo_v2", (size_t* free, size_t* total))                                 \
-  X(memory_allocate, "cuMemAlloc_v2", (Address * address, size_t bytes))                           \
-  X(memory_free, "cuMemFree_v2", (Address address))                                                \
-  X(host_allocate, "cuMemHostAlloc", (void** pointer, size_t bytes, unsigned flags))               \
-  X(host_free, "cuMemFreeHost", (void* pointer))                                                   \
-  X(host_address, "cuMemHostGetDevicePointer_v2", (Address * address, void* host, unsigned flags)) \
-  X(fill, "cuMemsetD8Async", (Address to, unsigned char value, size_t bytes, Stream stream))       \
-  X(copy_in, "cuMemcpyHtoDAsync_v2", (Address to, const void* from, size_t bytes, Stream stream))  \
-  X(copy_out, "cuMemcpyDtoHAsync_v2", (void* to, Address from, size_t bytes, Stream stream))       \
-  X(stream_create, "cuStreamCreate", (Stream * stream, unsigned flags))                            \
-  X(stream_destroy, "cuStreamDestroy_v2", (Stream stream))                                         \
-  X(stream_wait, "cuStreamSynchronize", (Stream stream))                                           \
-  X(event_create, "cuEventCreate", (Event * event, unsigned flags))                                \
-  X(event_destroy, "cuEventDestroy_v2", (Event event))                                             \
-  X(event_record, "cuEventRecord", (Event event, Stream stream))                                   \
-  X(event_query, "cuEventQuery", (Event event))                                                    \
-  X(event_wait, "cuEventSynchronize", (Event event))                                               \
-  X(event_elapsed, "cuEventElapsedTime", (float* milliseconds, Event from, Event to))              \
-  X(module_load, "cuModuleLoadDataEx",                                                             \
-    (Module * module, const void* image, unsigned count, int* options, void** values))             \
-  X(module_unload, "cuModuleUnload", (Module module))                                              \
-  X(module_function, "cuModuleGetFunction",                                                        \
-    (Function * function, Module module, const char* name))                                        \
-  X(function_attribute, "cuFuncGetAttribute", (int* value, int attribute, Function function))      \
-  X(launch, "cuLaunchKernel",                                                                      \
-    (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,       \
-     unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** params,      \
-     void** extra))                                                                                \
-  X(graph_create, "cuGraphCreate", (Graph * graph, unsigned flags))                                \
-  X(graph_destroy, "cuGraphDestroy", (Graph graph))                                                \
-  X(graph_add_kernel, "cuGraphAddKernelNode",                                                      \
-    (GraphNode * node, Graph graph, const GraphNode* after, size_t count,                          \
-     const KernelNode* params))                                                                    \
-  X(graph_instantiate, "cuGraphInstantiateWithFlags",                                              \
-    (GraphExec * exec, Graph graph, unsigned long long flags))                                     \
-  X(graph_exec_destroy, "cuGraphExecDestroy", (GraphExec exec))                                    \
+// clang-format off
+#define LILY_CUDA_CALLS(X)                                                                        \
+  X(init, "cuInit", (unsigned flags))                                                             \
+  X(driver_version, "cuDriverGetVersion", (int* version))                                         \
+  X(error_name, "cuGetErrorName", (Result error, const char** name))                              \
+  X(error_string, "cuGetErrorString", (Result error, const char** text))                          \
+  X(device_count, "cuDeviceGetCount", (int* count))                                               \
+  X(device_get, "cuDeviceGet", (DeviceId* device, int ordinal))                                   \
+  X(device_name, "cuDeviceGetName", (char* name, int size, DeviceId device))                      \
+  X(device_attribute, "cuDeviceGetAttribute", (int* value, int attribute, DeviceId device))       \
+  X(context_retain, "cuDevicePrimaryCtxRetain", (Context* context, DeviceId device))              \
+  X(context_release, "cuDevicePrimaryCtxRelease_v2", (DeviceId device))                           \
+  X(context_push, "cuCtxPushCurrent_v2", (Context context))                                       \
+  X(context_pop, "cuCtxPopCurrent_v2", (Context* context))                                        \
+  X(memory_info, "cuMemGetInfo_v2", (size_t* free, size_t* total))                                \
+  X(memory_allocate, "cuMemAlloc_v2", (Address* address, size_t bytes))                           \
+  X(memory_free, "cuMemFree_v2", (Address address))                                               \
+  X(host_allocate, "cuMemHostAlloc", (void** pointer, size_t bytes, unsigned flags))              \
+  X(host_free, "cuMemFreeHost", (void* pointer))                                                  \
+  X(host_address, "cuMemHostGetDevicePointer_v2", (Address* address, void* host, unsigned flags)) \
+  X(fill, "cuMemsetD8Async", (Address to, unsigned char value, size_t bytes, Stream stream))      \
+  X(copy_in, "cuMemcpyHtoDAsync_v2", (Address to, const void* from, size_t bytes, Stream stream)) \
+  X(copy_out, "cuMemcpyDtoHAsync_v2", (void* to, Address from, size_t bytes, Stream stream))      \
+  X(stream_create, "cuStreamCreate", (Stream* stream, unsigned flags))                            \
+  X(stream_destroy, "cuStreamDestroy_v2", (Stream stream))                                        \
+  X(stream_wait, "cuStreamSynchronize", (Stream stream))                                          \
+  X(event_create, "cuEventCreate", (Event* event, unsigned flags))                                \
+  X(event_destroy, "cuEventDestroy_v2", (Event event))                                            \
+  X(event_record, "cuEventRecord", (Event event, Stream stream))                                  \
+  X(event_query, "cuEventQuery", (Event event))                                                   \
+  X(event_wait, "cuEventSynchronize", (Event event))                                              \
+  X(event_elapsed, "cuEventElapsedTime", (float* milliseconds, Event from, Event to))             \
+  X(module_load, "cuModuleLoadDataEx",                                                            \
+    (Module* module, const void* image, unsigned count, int* options, void** values))             \
+  X(module_unload, "cuModuleUnload", (Module module))                                             \
+  X(module_function, "cuModuleGetFunction",                                                       \
+    (Function* function, Module module, const char* name))                                        \
+  X(function_attribute, "cuFuncGetAttribute", (int* value, int attribute, Function function))     \
+  X(launch, "cuLaunchKernel",                                                                     \
+    (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,      \
+     unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** params,     \
+     void** extra))                                                                               \
+  X(graph_create, "cuGraphCreate", (Graph* graph, unsigned flags))                                \
+  X(graph_destroy, "cuGraphDestroy", (Graph graph))                                               \
+  X(graph_add_kernel, "cuGraphAddKernelNode",                                                     \
+    (GraphNode* node, Graph graph, const GraphNode* after, size_t count,                          \
+     const KernelNode* params))                                                                   \
+  X(graph_instantiate, "cuGraphInstantiateWithFlags",                                             \
+    (GraphExec* exec, Graph graph, unsigned long long flags))                                     \
+  X(graph_exec_destroy, "cuGraphExecDestroy", (GraphExec exec))                                   \
   X(graph_launch, "cuGraphLaunch", (GraphExec exec, Stream stream))
+// clang-format on
 
 struct Driver {
 #define X(name, symbol, args) Result(*name) args = nullptr;

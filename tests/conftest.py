@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -45,4 +46,10 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[True, False], ids=["exact", "bf16"])
 def kernels(request: pytest.FixtureRequest, device: str) -> Kernels:
     """Single ops on each device in both activation modes."""
-    return Kernels(device, request.param)
+    return _on_card(request.param) if device == "cuda" else Kernels(device, request.param)
+
+
+@functools.cache
+def _on_card(exact: bool) -> Kernels:
+    """One for all tests: a context takes 0.2 s to make, the driver compiles kernels for seconds."""
+    return Kernels("cuda", exact)

@@ -1,6 +1,8 @@
 // python.cpp: the bindings of lily._core: no logic here.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -9,8 +11,8 @@
 
 #include <cstring>
 
-#include "device.h"
-#include "ops.h"
+#include "engine.h"
+#include "sim.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -72,7 +74,92 @@ struct Kernels {
     for (int i = 0; i < times; ++i) last = device->submit(program);
     device->wait(last);
   }
+
+  using Foreign = std::tuple<std::string, std::vector<View>, std::vector<std::string>, std::vector<uint32_t>>;
+  // Launches (symbol, args, access of each: "r", "w", "rw" or "", grid x, y, z, threads) of a library
+  // of kernels, on sim: bytes declared read and written; touched, and touched distinct, of both.
+  std::vector<std::vector<uint64_t>> run_library(const std::string& path, const std::vector<Foreign>& calls) {
+    CommandList list;
+    list.label = path;
+    std::vector<std::string> symbols;
+    for (const auto& [symbol, args, access, grid] : calls) {
+      check(args.size() == access.size() && grid.size() == 4, symbol, ": ", args.size(), " arguments, ",
+            access.size(), " accesses, a grid of ", grid.size());
+      Launch launch;
+      launch.grid = {grid[0], grid[1], grid[2], grid[3]};
+      for (size_t i = 0; i < args.size(); ++i) {
+        const bool r = access[i].find('r') != std::string::npos, w = access[i].find('w') != std::string::npos;
+        launch.args.push_back({view(args[i]), Access(int(r) | int(w) << 1)});
+      }
+      symbols.push_back(symbol);
+      list.launches.push_back(std::move(launch));
+    }
+    std::vector<std::vector<uint64_t>> all;
+    for (const LaunchRecord& r : sim_run_library(*device, path, symbols, std::move(list))) {
+      all.push_back({r.declared_read, r.declared_written, r.read, r.written, r.read_distinct, r.written_distinct});
+    }
+    return all;
+  }
 };
+
+// ---- engine --------------------------------------------------------------------------------------
+using Ids = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Range = std::tuple<uint32_t, uint64_t, uint64_t>;  // file, offset, bytes
+using LinearTuple = std::tuple<int32_t, std::string, std::string, uint32_t, uint32_t, std::string,
+                               uint32_t, uint32_t, uint32_t, Range, uint64_t, Range, Range>;
+using VectorTuple = std::tuple<int32_t, std::string, std::string, std::string, bool, Range>;
+
+std::span<const uint32_t> span_of(const Ids& ids) { return {ids.data(), ids.size()}; }
+FileRange range_of(const Range& r) { return {std::get<0>(r), std::get<1>(r), std::get<2>(r)}; }
+
+// Ctrl-C in a long call: looked at while it waits.
+void check_signals() {
+  nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+template <typename T>
+nb::ndarray<nb::numpy, T> array_of(std::vector<T> values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
+}
+
+std::shared_ptr<Engine> make_engine(const std::string& device, bool exact, const nb::dict& config,
+                                    std::vector<std::string> files, const std::vector<LinearTuple>& linears,
+                                    const std::vector<VectorTuple>& vectors, uint32_t max_context,
+                                    std::optional<std::function<void(uint64_t, uint64_t)>> progress) {
+  LoadTable t;
+  const auto number = [&](const char* name) { return nb::cast<uint32_t>(config[name]); };
+  Config& c = t.config;
+  c.attention = nb::cast<std::vector<bool>>(config["attention"]);
+  c.hidden = number("hidden"), c.vocab = number("vocab"), c.token_limit = number("token_limit");
+  c.heads = number("heads"), c.kv_heads = number("kv_heads"), c.rotary = number("rotary");
+  c.key_heads = number("key_heads"), c.value_heads = number("value_heads");
+  c.experts = number("experts"), c.top_k = number("top_k");
+  c.expert_width = number("expert_width"), c.shared_width = number("shared_width");
+  c.max_position = number("max_position");
+  c.rope_theta = nb::cast<double>(config["rope_theta"]);
+  c.eps = nb::cast<float>(config["eps"]);
+  t.files = std::move(files);
+  for (const auto& [layer, name, tensor, bits, group, scale, n, k, experts, weight, stride, scales, biases] : linears) {
+    LinearEntry e;
+    e.layer = layer, e.name = name, e.tensor = tensor, e.bits = bits, e.group = group, e.n = n, e.k = k;
+    e.experts = experts, e.stride = stride, e.scale_type = file_type(scale);
+    e.weight = range_of(weight), e.scales = range_of(scales), e.biases = range_of(biases);
+    t.linears.push_back(std::move(e));
+  }
+  for (const auto& [layer, name, tensor, type, plus_one, range] : vectors) {
+    t.vectors.push_back({layer, name, tensor, file_type(type), plus_one, range_of(range)});
+  }
+  nb::gil_scoped_release released;
+  Progress report = [&](uint64_t done, uint64_t total) {
+    nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (progress) (*progress)(done, total);
+  };
+  return std::make_shared<Engine>(make_device(device, exact), t, max_context, report);
+}
 
 }  // namespace
 
@@ -113,7 +200,125 @@ NB_MODULE(_core, m) {
         new (self) Kernels{make_device(device, exact)};
       }, "device"_a, "exact"_a)
       .def("buffer", &Kernels::buffer, "nbytes"_a, "label"_a)
-      .def("run", &Kernels::run, "calls"_a, "reuse"_a = false, "times"_a = 1);
+      .def("run", &Kernels::run, "calls"_a, "reuse"_a = false, "times"_a = 1)
+      .def("run_library", &Kernels::run_library, "path"_a, "calls"_a);
+  nb::class_<MemoryTable>(m, "MemoryTable", "Bytes by purpose.")
+      .def_ro("weights", &MemoryTable::weights)
+      .def_ro("state", &MemoryTable::state)
+      .def_ro("kv_per_block", &MemoryTable::kv_per_block)
+      .def_ro("decode_scratch", &MemoryTable::decode_scratch)
+      .def_ro("prefill_scratch", &MemoryTable::prefill_scratch)
+      .def_ro("limit", &MemoryTable::limit);
+  nb::class_<SampledToken>(m, "SampledToken", "A drawn token.")
+      .def_ro("id", &SampledToken::id)
+      .def_ro("logprob", &SampledToken::logprob, "Of the raw model distribution.")
+      .def_ro("top", &SampledToken::top, "(id, log-probability) of the most likely alternatives.");
+
+  nb::class_<Engine>(m, "Engine", "A loaded model; immutable, shared by its sessions.")
+      .def_prop_ro("device", [](const Engine& e) { return e.device->name(); })
+      .def_prop_ro("device_description", [](const Engine& e) { return e.device->description(); })
+      .def_prop_ro("exact", [](const Engine& e) { return e.device->exact(); })
+      .def_prop_ro("max_context", [](const Engine& e) { return e.max_context; })
+      .def_prop_ro("chunk", [](const Engine& e) { return e.chunk; })
+      .def_prop_ro("vocab", [](const Engine& e) { return e.config.vocab; })
+      .def_prop_ro("allocated", [](const Engine& e) { return e.device->allocated(); })
+      .def("memory", &Engine::memory)
+      .def("close", &Engine::close);
+  m.def("load_engine", &make_engine, "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a,
+        "vectors"_a, "max_context"_a, "progress"_a.none() = nb::none(),
+        "Loads weights from a validated table of file ranges; see lily.engine.");
+
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Session>(m, "Session",
+                      "One timeline of tokens on an Engine. One thread at a time: a second one gets LilyError.")
+      .def(nb::init<std::shared_ptr<Engine>>(), "engine"_a, Unlocked())
+      .def("sync", [](Session& s, const Ids& ids, const std::vector<uint32_t>& snapshot_at) {
+        nb::gil_scoped_release released;
+        return s.sync(span_of(ids), snapshot_at, check_signals);
+      }, "ids"_a, nb::kw_only(), "snapshot_at"_a = std::vector<uint32_t>(),
+      "Makes the timeline `ids` (uint32 [n]); returns how many leading tokens were reused.\n\n"
+      "Prefill is split at snapshot_at and a snapshot kept at each. Ctrl-C and cancel() leave the\n"
+      "session at the prefix that was done.")
+      .def("step", [](Session& s, const std::optional<Ids>& allowed) {
+        std::vector<uint32_t> mask;
+        if (allowed) mask.assign(allowed->data(), allowed->data() + allowed->size());
+        nb::gil_scoped_release released;
+        return s.step(allowed ? &mask : nullptr);
+      }, "allowed"_a.none() = nb::none(),
+      "Draws the next token and appends it. allowed: uint32 [(vocab + 31) / 32], one bit per id.")
+      .def("rewind", [](Session& s, uint32_t position) {
+        nb::gil_scoped_release released;
+        s.rewind(position, check_signals);
+      }, "position"_a, "Cuts the timeline to `position` tokens: nearest snapshot, then replay.")
+      .def("snapshot", &Session::snapshot, Unlocked(), "Keeps the present position for sync and rewind.")
+      .def("cancel", &Session::cancel, "From any thread: ends a running call within one step or chunk.")
+      .def("set_sampling", [](Session& s, float temperature, float top_p, uint32_t top_k, float min_p, float presence,
+                              float frequency, float repetition, uint64_t seed, uint32_t logprobs,
+                              const std::vector<std::pair<uint32_t, float>>& bias) {
+        nb::gil_scoped_release released;
+        SamplingOptions o;
+        o.temperature = temperature, o.top_p = top_p, o.top_k = top_k, o.min_p = min_p, o.presence = presence;
+        o.frequency = frequency, o.repetition = repetition, o.seed = seed, o.logprobs = logprobs, o.bias = bias;
+        s.set_sampling(o);
+      }, nb::kw_only(), "temperature"_a = 0.0f, "top_p"_a = 1.0f, "top_k"_a = 0, "min_p"_a = 0.0f, "presence"_a = 0.0f,
+      "frequency"_a = 0.0f, "repetition"_a = 1.0f, "seed"_a = 0, "logprobs"_a = 0,
+      "bias"_a = std::vector<std::pair<uint32_t, float>>(), "For the following steps; values are checked in lily.engine.")
+      .def("logits", [](Session& s) {
+        std::vector<float> v;
+        {
+          nb::gil_scoped_release released;
+          v = s.logits();
+        }
+        const size_t n = v.size();
+        return array_of(std::move(v), {n});
+      }, "float32 [vocab] of the next token, or of the one that the last step returned.")
+      .def("forward", [](Session& s, const Ids& ids) {
+        std::vector<float> v;
+        {
+          nb::gil_scoped_release released;
+          v = s.forward(span_of(ids), check_signals);
+        }
+        const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
+        return array_of(std::move(v), {rows, vocab});
+      }, "ids"_a, "Appends ids; float32 [n, vocab] logits after each, n <= 512.")
+      .def("score", [](Session& s, const Ids& ids, const Ids& targets) {
+        std::pair<std::vector<float>, std::vector<uint32_t>> v;
+        {
+          nb::gil_scoped_release released;
+          v = s.score(span_of(ids), span_of(targets), check_signals);
+        }
+        const size_t n = ids.size();
+        return std::make_pair(array_of(std::move(v.first), {n}), array_of(std::move(v.second), {n}));
+      }, "ids"_a, "targets"_a, "Appends ids; (log-probability of each target, most likely id) after each.")
+      .def("verify", [](Session& s, const Ids& ids) {
+        std::vector<float> v;
+        {
+          nb::gil_scoped_release released;
+          v = s.verify(span_of(ids));
+        }
+        const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
+        return array_of(std::move(v), {rows, vocab});
+      }, "ids"_a, "float32 [n, vocab] logits of up to 16 further tokens; changes nothing visible.")
+      .def("commit", &Session::commit, "n"_a, Unlocked(), "Appends the first n verified tokens.")
+      .def("recurrent_state", [](Session& s) {
+        std::pair<std::vector<float>, std::vector<float>> v;
+        {
+          nb::gil_scoped_release released;
+          v = s.recurrent_state();
+        }
+        const Config& c = s.engine()->config;
+        const size_t d = LILY_DELTA_DIM;
+        return std::make_pair(array_of(std::move(v.first), {c.delta_layers(), 3, c.channels()}),
+                              array_of(std::move(v.second), {c.delta_layers(), c.value_heads, d, d}));
+      }, "(conv float32 [layers, 3, channels], delta float32 [layers, Hv, Dv, Dk]) after all tokens.")
+      .def_prop_ro("tokens", [](const Session& s) {
+        std::vector<uint32_t> v = s.tokens();
+        const size_t n = v.size();
+        return array_of(std::move(v), {n});
+      }, "uint32 [n]: the timeline.")
+      .def_prop_ro("position", &Session::position, "Tokens in the timeline.")
+      .def_prop_ro("snapshots", &Session::snapshots, "Positions of the kept snapshots.");
+
   m.def("variants", [] {
     std::vector<std::pair<std::string, std::string>> all;
     for (const Variant& v : variants()) all.emplace_back(op_name(v.op), v.name);

@@ -1,0 +1,128 @@
+// engine.cpp: Engine and its KV pool: loading, memory budget, what all sessions share.
+#include "engine.h"
+
+#include <algorithm>
+
+namespace lily {
+
+namespace {
+
+constexpr uint64_t kSlabBytes = uint64_t(256) << 20;
+constexpr uint64_t kPrefillBudget = uint64_t(448) << 20;
+constexpr uint32_t kMaxChunk = 2048;
+// Host devices look at the cancel flag between launches: their chunks are short, so that Ctrl-C acts.
+constexpr uint32_t kHostChunk = 512;
+
+uint32_t chunk_rows(const Device& device, const Config& c) {
+  const uint64_t rows = kPrefillBudget / PrefillScratch::bytes_per_row(c, device.act());
+  uint32_t chunk = kMaxChunk;
+  while (chunk > 64 && chunk > rows) chunk /= 2;
+  const bool host = device.family() == Family::cpu || device.family() == Family::sim;
+  return host ? std::min(chunk, kHostChunk) : chunk;
+}
+
+}  // namespace
+
+// ---- KvPool --------------------------------------------------------------------------------------
+KvPool::KvPool(DeviceRef device, uint64_t block_bytes, uint64_t max_blocks)
+    : device_(std::move(device)), block_bytes_(block_bytes),
+      slab_blocks_(std::max<uint64_t>(1, std::min(kSlabBytes / std::max<uint64_t>(1, block_bytes), max_blocks))),
+      max_blocks_(max_blocks) {}
+
+uint32_t KvPool::acquire() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (free_.empty()) {
+    const uint64_t have = slabs_.size() * slab_blocks_;
+    check(have < max_blocks_, "KV cache: all ", have, " blocks of ", LILY_KV_BLOCK,
+          " tokens are in use, the memory budget allows ", max_blocks_);
+    slabs_.push_back(device_->tensor(DType::u32, slab_blocks_ * block_bytes_ / 4, "KV slab"));
+    for (uint64_t i = slab_blocks_; i-- > 0;) free_.push_back(uint32_t(have + i));
+    references_.resize(have + slab_blocks_, 0);
+  }
+  const uint32_t block = free_.back();
+  free_.pop_back();
+  references_[block] = 1;
+  return block;
+}
+void KvPool::share(uint32_t block) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++references_[block];
+}
+void KvPool::release(uint32_t block) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--references_[block] == 0) free_.push_back(block);
+}
+bool KvPool::shared(uint32_t block) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return references_[block] > 1;
+}
+Tensor KvPool::tensor(uint32_t block) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return slabs_[block / slab_blocks_].slice(block % slab_blocks_ * (block_bytes_ / 4), block_bytes_ / 4);
+}
+uint64_t KvPool::address(uint32_t block) const { return device_->address(tensor(block)); }
+std::vector<Tensor> KvPool::slabs() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return slabs_;
+}
+uint64_t KvPool::generation() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return slabs_.size();
+}
+
+// ---- Engine --------------------------------------------------------------------------------------
+namespace {
+
+// Refused before anything is allocated, with both numbers.
+Weights load_within_memory(Device& device, const LoadTable& table, uint32_t max_context, uint32_t chunk,
+                           const Progress& progress) {
+  const Config& c = table.config;
+  const uint64_t weights = weight_arena_bytes(table);
+  const uint64_t scratch = chunk * PrefillScratch::bytes_per_row(c, device.act());
+  const uint64_t kv = (uint64_t(max_context) + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK * kv_block_bytes(c, device.act());
+  const uint64_t need = weights + scratch + kv;
+  check(device.allocated() + need <= device.memory_limit(), "the model needs ", need, " bytes (weights ", weights,
+        ", scratch ", scratch, ", KV for ", max_context, " tokens ", kv, "), ", device.name(), " has ",
+        device.memory_limit() - std::min(device.memory_limit(), device.allocated()), " left");
+  return load_weights(device, table, progress);
+}
+
+}  // namespace
+
+Engine::Engine(DeviceRef device_, const LoadTable& table, uint32_t max_context_, const Progress& progress)
+    : device(std::move(device_)), config(table.config), max_context(max_context_),
+      chunk(chunk_rows(*device, table.config)),
+      model(device, table.config, load_within_memory(*device, table, max_context_, chunk, progress)),
+      kv(device, std::max<uint64_t>(16, kv_block_bytes(config, device->act())),
+         std::max<uint64_t>(1, (device->memory_limit() - std::min(device->memory_limit(), device->allocated())) /
+                                   std::max<uint64_t>(16, kv_block_bytes(config, device->act())))),
+      weight_bytes_(weight_arena_bytes(table)) {
+  if (max_context == 0 || max_context > config.max_position) {
+    throw std::invalid_argument(concat("max_context is ", max_context, ", the model takes 1 to ", config.max_position));
+  }
+}
+
+PrefillScratch& Engine::prefill_scratch(std::unique_lock<std::mutex>& lock) {
+  lock = std::unique_lock<std::mutex>(prefill_mutex_);
+  if (!prefill_scratch_) prefill_scratch_ = std::make_unique<PrefillScratch>(*device, config, chunk);
+  return *prefill_scratch_;
+}
+void Engine::fail(const std::string& why) {
+  std::lock_guard<std::mutex> lock(state_mutex_);
+  if (dead_.empty()) dead_ = why;
+}
+void Engine::close() { fail("the engine is closed"); }
+void Engine::check_alive() const {
+  std::lock_guard<std::mutex> lock(state_mutex_);
+  check(dead_.empty(), dead_);
+}
+MemoryTable Engine::memory() const {
+  const Config& c = config;
+  const uint64_t act = dtype_size(device->act());
+  const uint64_t state = 2 * (uint64_t(c.delta_layers()) * 3 * c.channels() * act +
+                              uint64_t(c.delta_layers()) * c.delta_width() * LILY_DELTA_DIM * 4);
+  return {weight_bytes_, state, kv_block_bytes(c, device->act()), 2 * uint64_t(c.vocab) * 4,
+          chunk * PrefillScratch::bytes_per_row(c, device->act()), device->memory_limit()};
+}
+
+}  // namespace lily

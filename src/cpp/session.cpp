@@ -1,0 +1,746 @@
+// session.cpp: Session: sync, step with one step of lookahead, rewind, snapshots, verify and commit.
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <thread>
+
+#include "engine.h"
+
+namespace lily {
+
+namespace {
+
+constexpr uint32_t kRing = 4;  // entries of the sampler's ring: two steps are in flight
+constexpr uint64_t kSnapshotBudget = uint64_t(512) << 20;
+constexpr uint64_t kLogitBytes = uint64_t(64) << 20;  // logits of one chunk of forward and score
+
+uint32_t sample_blocks(uint32_t vocab) { return (vocab + 1023) / 1024; }
+uint32_t common_prefix(std::span<const uint32_t> a, std::span<const uint32_t> b) {
+  const size_t n = std::min(a.size(), b.size());
+  return uint32_t(std::mismatch(a.begin(), a.begin() + n, b.begin()).first - a.begin());
+}
+uint64_t align16(uint64_t n) { return (n + 15) / 16 * 16; }
+
+}  // namespace
+
+Session::Session(std::shared_ptr<Engine> engine)
+    : engine_(std::move(engine)), device_(engine_->device), config_(engine_->config) {
+  engine_->check_alive();
+  Device& d = *device_;
+  const uint32_t vocab = config_.vocab, stride = (engine_->max_context + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK;
+  for (State& s : states_) s = make_state(d, config_, "recurrent state");
+  for (Tensor& t : logits_) t = d.tensor(DType::f32, vocab, "logits");
+  adjusted_ = d.tensor(DType::f32, vocab, "adjusted logits");
+  stats_ = d.tensor(DType::f32, sample_blocks(vocab) * 8, "logit statistics");
+  ring_ = d.tensor(DType::u32, kRing * sizeof(Sampled) / 4, "sampled tokens", Memory::shared);
+
+  Step& s = host_step_;
+  uint64_t at = align16(sizeof(Step));
+  const auto place = [&](uint32_t& offset, uint64_t bytes) {
+    offset = uint32_t(at);
+    at += align16(bytes);
+  };
+  s.pages_stride = stride;
+  place(s.pages_offset, stride * 8ull);
+  place(s.counts_offset, vocab * 4ull);
+  place(s.prompt_counts_offset, vocab * 4ull);
+  place(s.mask_offset, (vocab + 31) / 32 * 4ull);
+  place(s.bias_offset, vocab * 4ull);
+  step_ = d.tensor(DType::u32, at / 4, "step");
+  s.sampling[0].top_p = s.sampling[0].repetition = 1;
+  std::vector<std::byte> zero(at);
+  std::memcpy(zero.data(), &s, sizeof s);
+  d.upload(step_, zero.data());
+  reset();
+}
+
+Session::~Session() {
+  try {
+    if (flight_) device_->wait(flight_->ticket);
+  } catch (...) {  // the step is dropped with the session
+  }
+  for (uint32_t b : blocks_) engine_->kv.release(b);
+  while (!snapshots_.empty()) drop_snapshot(snapshots_.size() - 1);
+}
+
+// Every public call: one thread, a living engine, a valid session whatever happens.
+template <typename F>
+auto Session::guarded(F&& f) {
+  std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+  check(lock.owns_lock(), "session is in use by another thread");
+  engine_->check_alive();
+  cancel_ = false;
+  try {
+    return f();
+  } catch (const DeviceError& error) {
+    after_error(error);
+    throw;
+  }
+}
+
+void Session::after_error(const DeviceError& error) {
+  if (error.lost) {
+    engine_->fail(concat("the device is lost, the engine is closed: ", error.what()));
+    return;
+  }
+  try {
+    if (flight_) device_->wait(flight_->ticket);
+  } catch (const LilyError&) {  // of the same fault
+  }
+  flight_.reset();
+  step_programs_.clear();
+  previous_ = kNone;
+  if (snapshots_.empty()) {
+    ids_.clear();
+    reset();
+  } else {
+    load_snapshot(snapshots_.back());
+  }
+}
+
+// ---- small helpers -------------------------------------------------------------------------------
+Tensor Session::step_part(uint64_t offset, uint64_t bytes) const { return step_.slice(offset / 4, bytes / 4); }
+
+void Session::copy(const Tensor& from, const Tensor& to, CommandList& list) const {
+  Recorder r(*device_, list);
+  const auto words = [](Tensor t) {
+    t.elements = t.bytes() / 4;
+    t.dtype = DType::u32;
+    return t;
+  };
+  r.copy_bytes({from.bytes()}, {words(from), words(to)});
+}
+
+// Submits and waits. With a poll, looks at it while waiting: what it throws cancels the work.
+void Session::run(CommandList list, const std::function<void()>& poll) {
+  const Ticket ticket = device_->submit(device_->compile(std::move(list), false), &cancel_);
+  if (!poll) return device_->wait(ticket);
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  std::exception_ptr result, stop;
+  std::thread waiter([&] {
+    try {
+      device_->wait(ticket);
+    } catch (...) {
+      result = std::current_exception();
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    done = true;
+    changed.notify_all();
+  });
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!changed.wait_for(lock, std::chrono::milliseconds(20), [&] { return done; })) {
+    if (stop) continue;
+    lock.unlock();
+    try {
+      poll();
+    } catch (...) {
+      stop = std::current_exception();
+      cancel_ = true;
+    }
+    lock.lock();
+  }
+  lock.unlock();
+  waiter.join();
+  if (stop) std::rethrow_exception(stop);
+  if (result) std::rethrow_exception(result);
+}
+
+void Session::reset() {
+  truncate_blocks(0);
+  const State& s = states_[current_];
+  std::vector<std::byte> zero(std::max(s.conv.bytes(), s.delta.bytes()));
+  if (s.conv.elements) device_->upload(s.conv, zero.data());
+  if (s.delta.elements) device_->upload(s.delta, zero.data());
+  consumed_ = 0;
+  previous_ = verified_at_ = kNone;
+  logits_valid_ = counts_exact_ = false;
+  shown_ = -1;
+}
+
+void Session::set_block(uint32_t index, uint32_t block) {
+  if (index == blocks_.size()) blocks_.push_back(block);
+  else blocks_[index] = block;
+  const uint64_t address = engine_->kv.address(block);
+  device_->upload(step_part(host_step_.pages_offset + index * 8ull, 8), &address);
+}
+void Session::truncate_blocks(uint32_t position) {
+  const size_t keep = (position + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK;
+  while (blocks_.size() > keep) {
+    engine_->kv.release(blocks_.back());
+    blocks_.pop_back();
+  }
+}
+void Session::own_blocks(uint32_t from, uint32_t to) {
+  for (uint32_t b = from / LILY_KV_BLOCK; b <= (to - 1) / LILY_KV_BLOCK; ++b) {
+    if (b == blocks_.size()) {
+      set_block(b, engine_->kv.acquire());
+    } else if (engine_->kv.shared(blocks_[b])) {  // copied before it is written
+      const uint32_t old = blocks_[b], fresh = engine_->kv.acquire();
+      CommandList list;
+      list.label = "copy KV block";
+      copy(engine_->kv.tensor(old), engine_->kv.tensor(fresh), list);
+      run(std::move(list));
+      set_block(b, fresh);
+      engine_->kv.release(old);
+    }
+  }
+}
+
+void Session::write_step(std::span<const uint32_t> ids, uint32_t position) {
+  Step& s = host_step_;
+  s.rows = uint32_t(ids.size());
+  for (uint32_t i = 0; i < ids.size(); ++i) {
+    s.slot[i] = 0;
+    s.position[i] = position + i;
+    s.id[i] = ids[i];
+  }
+  device_->upload(step_part(0, sizeof(Step)), &s);
+}
+
+// Counts of generated and prompt tokens, needed by penalties only.
+void Session::write_counts() {
+  const bool needed = sampling_.presence != 0 || sampling_.frequency != 0 || sampling_.repetition != 1;
+  if (!needed || counts_exact_) return;
+  std::vector<uint32_t> generated(config_.vocab), prompt(config_.vocab);
+  for (size_t i = 0; i < ids_.size(); ++i) ++(i < generated_from_ ? prompt : generated)[ids_[i]];
+  device_->upload(step_part(host_step_.counts_offset, config_.vocab * 4ull), generated.data());
+  device_->upload(step_part(host_step_.prompt_counts_offset, config_.vocab * 4ull), prompt.data());
+  counts_exact_ = true;
+}
+
+// ---- passes --------------------------------------------------------------------------------------
+namespace {
+uint32_t splits_for(uint32_t end) {
+  uint32_t splits = 1;
+  while (splits * LILY_KV_BLOCK < end) splits *= 2;
+  return splits;
+}
+}  // namespace
+
+void Session::advance(uint32_t rows) {
+  current_ ^= 1;
+  previous_ = consumed_;
+  consumed_ += rows;
+}
+
+Model::Decode Session::decode_args(uint32_t rows, uint32_t splits, bool write_state, const Tensor& logits) const {
+  return {rows, splits, write_state, step_, {}, states_[current_], states_[current_ ^ 1], logits};
+}
+
+DecodeScratch& Session::many_rows(uint32_t splits) {
+  if (!many_rows_ || many_rows_->splits < splits) {
+    many_rows_ = std::make_unique<DecodeScratch>(*device_, config_, LILY_MAX_ROWS, splits, true);
+  }
+  if (!many_logits_) many_logits_ = device_->tensor(DType::f32, uint64_t(LILY_MAX_ROWS) * config_.vocab, "logits of rows");
+  return *many_rows_;
+}
+
+// 1 to 16 tokens through the decode route, logits of the last.
+void Session::decode_rows(std::span<const uint32_t> ids) {
+  const uint32_t rows = uint32_t(ids.size()), splits = splits_for(consumed_ + rows);
+  own_blocks(consumed_, consumed_ + rows);
+  write_step(ids, consumed_);
+  DecodeScratch& scratch = many_rows(splits);
+  const std::vector<Tensor> slabs = engine_->kv.slabs();
+  CommandList list;
+  list.label = concat("decode of ", rows, " rows");
+  Recorder r(*device_, list);
+  Model::Decode d = decode_args(rows, splits, true, many_logits_);
+  d.slabs = slabs;
+  engine_->model.decode(r, scratch, d);
+  copy(many_logits_.slice(uint64_t(rows - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
+  previous_ = kNone;
+  run(std::move(list));
+  advance(rows);
+  logits_valid_ = true;
+}
+
+void Session::prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows, const Tensor& logits,
+                            const std::function<void()>& poll, const Tensor* targets) {
+  const uint32_t rows = uint32_t(ids.size());
+  own_blocks(consumed_, consumed_ + rows);
+  const Tensor chunk_ids = device_->tensor(DType::u32, rows, "prompt ids");
+  device_->upload(chunk_ids, ids.data());
+  const std::vector<Tensor> slabs = engine_->kv.slabs();
+  std::unique_lock<std::mutex> lock;
+  PrefillScratch& scratch = engine_->prefill_scratch(lock);
+  CommandList list;
+  list.label = concat("prefill of ", rows, " rows at ", consumed_);
+  Recorder r(*device_, list);
+  engine_->model.prefill(r, scratch, {rows, consumed_, 0, chunk_ids, step_, slabs, states_[current_],
+                                      states_[current_ ^ 1], logit_rows, logits});
+  if (targets) r.score({rows, config_.vocab}, {logits, targets[0], targets[1], targets[2]});
+  if (logit_rows > 1) {
+    copy(logits.slice(uint64_t(logit_rows - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
+  }
+  previous_ = kNone;  // the other state is being written
+  run(std::move(list), poll);
+  advance(rows);
+  logits_valid_ = logit_rows > 0;
+}
+
+// Appends to ids_ as far as it gets; split at the snapshot positions.
+void Session::consume(std::span<const uint32_t> ids, std::span<const uint32_t> snapshot_at,
+                      const std::function<void()>& poll) {
+  const uint32_t end = consumed_ + uint32_t(ids.size());
+  std::vector<uint32_t> stops(snapshot_at.begin(), snapshot_at.end());
+  std::sort(stops.begin(), stops.end());
+  while (consumed_ < end) {
+    uint32_t stop = end;
+    for (uint32_t s : stops) {
+      if (s > consumed_ && s < stop) stop = s;
+    }
+    const uint32_t rest = stop - consumed_, at = uint32_t(ids.size()) - (end - consumed_);
+    const uint32_t rows = rest <= LILY_MAX_ROWS ? rest : std::min(rest, engine_->chunk);
+    const auto piece = ids.subspan(at, rows);
+    if (poll) poll();
+    if (cancel_) throw Cancelled(concat("cancelled at ", consumed_, " of ", end, " tokens"));
+    if (rows <= LILY_MAX_ROWS) decode_rows(piece);
+    else prefill_chunk(piece, consumed_ + rows == end, logits_[current_ ^ 1], poll);
+    ids_.resize(consumed_ - rows);
+    ids_.insert(ids_.end(), piece.begin(), piece.end());
+    if (std::find(stops.begin(), stops.end(), consumed_) != stops.end()) save_snapshot();
+  }
+}
+
+void Session::catch_up() {
+  land();
+  if (consumed_ < ids_.size()) {
+    const std::vector<uint32_t> rest(ids_.begin() + consumed_, ids_.end());
+    consume(rest, {}, {});
+  }
+}
+
+// ---- snapshots -----------------------------------------------------------------------------------
+void Session::save_snapshot() {
+  for (const Snapshot& s : snapshots_) {
+    if (s.ids.size() == consumed_ && std::equal(s.ids.begin(), s.ids.end(), ids_.begin())) return;
+  }
+  Snapshot s;
+  s.ids.assign(ids_.begin(), ids_.begin() + consumed_);
+  s.state = make_state(*device_, config_, "snapshot");
+  const uint32_t full = consumed_ / LILY_KV_BLOCK;
+  CommandList list;
+  list.label = "snapshot";
+  const State& from = states_[current_];
+  if (from.conv.elements) copy(from.conv, s.state.conv, list);
+  if (from.delta.elements) copy(from.delta, s.state.delta, list);
+  if (consumed_ % LILY_KV_BLOCK) {
+    const Tensor block = engine_->kv.tensor(blocks_[full]);
+    s.partial = device_->tensor(DType::u32, block.elements, "snapshot of a KV block");
+    copy(block, s.partial, list);
+  }
+  run(std::move(list));
+  s.blocks.assign(blocks_.begin(), blocks_.begin() + full);
+  for (uint32_t b : s.blocks) engine_->kv.share(b);
+  const uint64_t each = s.state.conv.bytes() + s.state.delta.bytes() + (s.partial ? s.partial.bytes() : 0);
+  const size_t most = std::max<uint64_t>(2, kSnapshotBudget / std::max<uint64_t>(each, 1));
+  while (snapshots_.size() >= most) drop_snapshot(0);
+  snapshots_.push_back(std::move(s));
+}
+void Session::drop_snapshot(size_t index) {
+  for (uint32_t b : snapshots_[index].blocks) engine_->kv.release(b);
+  snapshots_.erase(snapshots_.begin() + std::ptrdiff_t(index));
+}
+void Session::load_snapshot(const Snapshot& s) {
+  // Share before the old blocks go: they may be the same ones.
+  for (uint32_t b : s.blocks) engine_->kv.share(b);
+  truncate_blocks(0);
+  for (size_t i = 0; i < s.blocks.size(); ++i) set_block(uint32_t(i), s.blocks[i]);
+  CommandList list;
+  list.label = "restore snapshot";
+  const State& to = states_[current_];
+  if (to.conv.elements) copy(s.state.conv, to.conv, list);
+  if (to.delta.elements) copy(s.state.delta, to.delta, list);
+  if (s.partial) {
+    const uint32_t block = engine_->kv.acquire();
+    set_block(uint32_t(s.blocks.size()), block);
+    copy(s.partial, engine_->kv.tensor(block), list);
+  }
+  run(std::move(list));
+  ids_ = s.ids;
+  consumed_ = uint32_t(s.ids.size());
+  previous_ = verified_at_ = kNone;
+  logits_valid_ = counts_exact_ = false;
+  shown_ = -1;
+}
+
+void Session::restore(std::span<const uint32_t> ids, uint32_t limit) {
+  const uint32_t same = std::min(common_prefix(ids, ids_), limit);
+  if (consumed_ <= same && (consumed_ < limit || logits_valid_ || consumed_ == 0)) {
+    // The present state will do.
+  } else if (previous_ != kNone && previous_ <= same && previous_ < limit) {
+    current_ ^= 1;
+    consumed_ = previous_;
+    previous_ = kNone;
+    logits_valid_ = false;
+  } else {
+    const Snapshot* best = nullptr;
+    for (const Snapshot& s : snapshots_) {
+      const bool fits = s.ids.size() < limit && common_prefix(s.ids, ids) == s.ids.size();
+      if (fits && (!best || s.ids.size() > best->ids.size())) best = &s;
+    }
+    if (best) load_snapshot(*best);
+    else reset();
+  }
+  ids_.resize(consumed_);
+  truncate_blocks(consumed_);
+  verified_at_ = kNone;
+  counts_exact_ = false;
+}
+
+// ---- public calls --------------------------------------------------------------------------------
+uint32_t Session::sync(std::span<const uint32_t> ids, std::span<const uint32_t> snapshot_at,
+                       const std::function<void()>& poll) {
+  return guarded([&] {
+    if (ids.size() > engine_->max_context) {
+      throw std::invalid_argument(concat("prompt is too long: ", ids.size(), " tokens > ", engine_->max_context, " maximum"));
+    }
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] >= config_.vocab) throw std::invalid_argument(concat("token ", i, " is ", ids[i], ", the vocabulary has ", config_.vocab));
+    }
+    for (uint32_t s : snapshot_at) {
+      if (s == 0 || s > ids.size()) throw std::invalid_argument(concat("snapshot_at is ", s, ", allowed 1 to ", ids.size()));
+    }
+    land();
+    // A copy: the caller's memory may be ours (tokens()), and restore changes ids_.
+    const std::vector<uint32_t> wanted(ids.begin(), ids.end());
+    restore(wanted, uint32_t(wanted.size()));
+    const uint32_t reused = consumed_;
+    generated_from_ = reused;  // right for the prefix if the rest is cancelled
+    consume(std::span(wanted).subspan(reused), snapshot_at, poll);
+    generated_from_ = uint32_t(ids_.size());
+    if (std::find(snapshot_at.begin(), snapshot_at.end(), consumed_) != snapshot_at.end()) save_snapshot();
+    shown_ = logits_valid_ ? current_ : -1;
+    return reused;
+  });
+}
+
+void Session::rewind(uint32_t position, const std::function<void()>& poll) {
+  guarded([&] {
+    if (position > ids_.size()) throw std::invalid_argument(concat("rewind to ", position, ", the session has ", ids_.size(), " tokens"));
+    land();
+    const std::vector<uint32_t> wanted(ids_.begin(), ids_.begin() + position);
+    restore(wanted, position);
+    consume(std::span(wanted).subspan(consumed_), {}, poll);
+    generated_from_ = std::min(generated_from_, position);
+    shown_ = logits_valid_ ? current_ : -1;
+  });
+}
+
+void Session::snapshot() {
+  guarded([&] {
+    catch_up();
+    if (consumed_ > 0) save_snapshot();
+  });
+}
+
+void Session::land() {
+  if (!flight_) return;
+  const Ticket ticket = flight_->ticket;
+  flight_.reset();
+  previous_ = kNone;
+  counts_exact_ = false;  // its sample was counted
+  try {
+    device_->wait(ticket);
+  } catch (const Cancelled&) {
+    return;  // the present state was only read
+  }
+  advance(1);
+  logits_valid_ = true;
+}
+
+void Session::record_sample(Recorder& r, int which) {
+  const uint32_t vocab = config_.vocab;
+  r.sample_scan({1, vocab, config_.token_limit}, {logits_[which], adjusted_, stats_}, step_);
+  r.sample_draw({1, vocab, config_.token_limit, kRing}, {logits_[which], adjusted_, stats_, ring_}, step_);
+}
+Ticket Session::submit_sample() {
+  ProgramRef& program = sample_programs_[current_];
+  if (!program) {
+    CommandList list;
+    list.label = "sample";
+    Recorder r(*device_, list);
+    record_sample(r, current_);
+    program = device_->compile(std::move(list), true);
+  }
+  return device_->submit(program, &cancel_);
+}
+// Takes the row in Step, which the sampler before it has set, at position ids_.size() - 1 or, for
+// the lookahead, one further.
+Ticket Session::submit_step() {
+  const uint32_t position = uint32_t(ids_.size()) - (flight_ ? 0 : 1);
+  const int from = flight_ ? current_ ^ 1 : current_;
+  own_blocks(position, position + 1);
+  const uint32_t splits = splits_for(position + 1);
+  if (!one_row_ || one_row_->splits != splits) {
+    step_programs_.clear();
+    one_row_ = std::make_unique<DecodeScratch>(*device_, config_, 1, splits, false);
+  }
+  ProgramRef& program = step_programs_[{from, splits, engine_->kv.generation()}];
+  if (!program) {
+    const std::vector<Tensor> slabs = engine_->kv.slabs();
+    CommandList list;
+    list.label = "decode step";
+    Recorder r(*device_, list);
+    engine_->model.decode(r, *one_row_, {1, splits, true, step_, slabs, states_[from], states_[from ^ 1], logits_[from ^ 1]});
+    record_sample(r, from ^ 1);
+    program = device_->compile(std::move(list), true);
+  }
+  return device_->submit(program, &cancel_);
+}
+
+SampledToken Session::take(Ticket ticket, uint32_t position) {
+  device_->wait(ticket);
+  Sampled s;
+  std::memcpy(&s, ring_.buffer->host + ring_.offset + position % kRing * sizeof(Sampled), sizeof s);
+  check<DeviceError>(s.status != 2, "decode step at position ", position, ": the logits are all zero or not finite");
+  check(s.status != 3, "step: the mask allows no token");
+  check<DeviceError>(s.status == 1 && s.position == position && s.token < config_.token_limit, "decode step at position ",
+                     position, ": the sampler reported status ", s.status, ", token ", s.token, " at ", s.position);
+  SampledToken t;
+  t.id = s.token;
+  t.logprob = s.logprob;
+  for (uint32_t i = 0; i < host_step_.sampling[0].logprobs; ++i) t.top.emplace_back(s.top_id[i], s.top_logprob[i]);
+  return t;
+}
+
+SampledToken Session::step(const std::vector<uint32_t>* allowed) {
+  return guarded([&] {
+    check(!ids_.empty(), "step: the session is empty, sync a prompt first");
+    if (ids_.size() >= engine_->max_context) {
+      throw std::invalid_argument(concat("the context is full: ", ids_.size(), " of ", engine_->max_context, " tokens"));
+    }
+    verified_at_ = kNone;
+    SlotSampling& options = host_step_.sampling[0];
+    const uint32_t position = uint32_t(ids_.size());  // which the new token takes
+    const bool lookahead = !allowed && position + 1 < engine_->max_context;
+    if (allowed && flight_) land();  // it was sampled without the mask
+    SampledToken token;
+    if (flight_) {
+      const Ticket ticket = flight_->ticket;
+      Ticket next = 0;
+      if (lookahead) next = submit_step();
+      try {
+        token = take(ticket, position);
+      } catch (const LilyError&) {
+        flight_.reset();
+        if (next) {
+          try {
+            device_->wait(next);
+          } catch (const LilyError&) {
+          }
+        }
+        previous_ = kNone;
+        throw;
+      }
+      advance(1);
+      logits_valid_ = true;
+      flight_.reset();
+      if (next) flight_ = Flight{next};
+    } else {
+      catch_up();
+      if (!logits_valid_) {  // a restored state: its last token again
+        const std::vector<uint32_t> wanted = ids_;
+        restore(wanted, position);
+        consume(std::span<const uint32_t>(wanted).subspan(consumed_), {}, {});
+      }
+      options.use_mask = allowed != nullptr;
+      if (allowed) {
+        check(allowed->size() == (config_.vocab + 31) / 32, "step: the mask has ", allowed->size(), " words, needs ", (config_.vocab + 31) / 32);
+        device_->upload(step_part(host_step_.mask_offset, allowed->size() * 4), allowed->data());
+      }
+      write_counts();
+      const uint32_t last = ids_.back();
+      write_step({&last, 1}, position - 1);
+      token = take(submit_sample(), position);
+    }
+    ids_.push_back(token.id);
+    shown_ = current_;
+    if (lookahead && !flight_) {
+      const Ticket ticket = submit_step();
+      flight_ = Flight{ticket};
+    }
+    return token;
+  });
+}
+
+void Session::set_sampling(const SamplingOptions& o) {
+  guarded([&] {
+    land();
+    sampling_ = o;
+    SlotSampling& s = host_step_.sampling[0];
+    s = {o.temperature, o.top_p, o.min_p, o.presence, o.frequency, o.repetition, o.top_k, 0, !o.bias.empty(),
+         o.logprobs, uint32_t(o.seed), uint32_t(o.seed >> 32)};
+    if (!o.bias.empty()) {
+      std::vector<float> bias(config_.vocab, 0.0f);
+      for (const auto& [token, value] : o.bias) {
+        if (token >= config_.vocab) throw std::invalid_argument(concat("logit bias for token ", token, ", the vocabulary has ", config_.vocab));
+        bias[token] = value;
+      }
+      device_->upload(step_part(host_step_.bias_offset, config_.vocab * 4ull), bias.data());
+    }
+  });
+}
+
+std::vector<float> Session::logits() {
+  return guarded([&] {
+    check(shown_ >= 0, "logits: no position has been computed yet");
+    std::vector<float> out(config_.vocab);
+    device_->download(logits_[shown_], out.data());
+    return out;
+  });
+}
+
+std::vector<float> Session::forward(std::span<const uint32_t> ids, const std::function<void()>& poll) {
+  return guarded([&] {
+    if (ids.size() > 512) throw std::invalid_argument(concat("forward: ", ids.size(), " tokens, at most 512 rows of logits"));
+    if (ids_.size() + ids.size() > engine_->max_context) {
+      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
+    }
+    catch_up();
+    verified_at_ = kNone;
+    const uint64_t vocab = config_.vocab;
+    const uint32_t rows = uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
+    std::vector<float> out(ids.size() * vocab);
+    const Tensor logits = device_->tensor(DType::f32, rows * vocab, "logits of a chunk");
+    for (size_t at = 0; at < ids.size(); at += rows) {
+      const auto piece = ids.subspan(at, std::min<size_t>(rows, ids.size() - at));
+      const Tensor part = logits.slice(0, piece.size() * vocab);
+      if (piece.size() == 1) {
+        prefill_chunk(piece, 1, logits_[current_ ^ 1], poll);
+        device_->download(logits_[current_], out.data() + at * vocab);
+      } else {
+        prefill_chunk(piece, uint32_t(piece.size()), part, poll);
+        device_->download(part, out.data() + at * vocab);
+      }
+      ids_.insert(ids_.end(), piece.begin(), piece.end());
+      generated_from_ = uint32_t(ids_.size());
+    }
+    counts_exact_ = false;
+    shown_ = logits_valid_ ? current_ : -1;
+    return out;
+  });
+}
+
+std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(std::span<const uint32_t> ids,
+                                                                    std::span<const uint32_t> targets,
+                                                                    const std::function<void()>& poll) {
+  return guarded([&] {
+    if (targets.size() != ids.size()) throw std::invalid_argument(concat("forward: ", targets.size(), " targets for ", ids.size(), " tokens"));
+    for (uint32_t t : targets) {
+      if (t >= config_.vocab) throw std::invalid_argument(concat("forward: target ", t, ", the vocabulary has ", config_.vocab));
+    }
+    if (ids_.size() + ids.size() > engine_->max_context) {
+      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
+    }
+    catch_up();
+    verified_at_ = kNone;
+    const uint64_t vocab = config_.vocab;
+    const uint32_t rows = uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
+    std::pair<std::vector<float>, std::vector<uint32_t>> out;
+    out.first.resize(ids.size());
+    out.second.resize(ids.size());
+    const Tensor logits = device_->tensor(DType::f32, rows * vocab, "logits of a chunk");
+    const Tensor wanted = device_->tensor(DType::u32, rows, "targets");
+    const Tensor logprob = device_->tensor(DType::f32, rows, "log-probabilities");
+    const Tensor argmax = device_->tensor(DType::u32, rows, "argmax");
+    for (size_t at = 0; at < ids.size(); at += rows) {
+      const auto piece = ids.subspan(at, std::min<size_t>(rows, ids.size() - at));
+      const uint64_t n = piece.size();
+      const Tensor parts[3] = {wanted.slice(0, n), logprob.slice(0, n), argmax.slice(0, n)};
+      device_->upload(parts[0], targets.data() + at);
+      prefill_chunk(piece, uint32_t(n), logits.slice(0, n * vocab), poll, parts);
+      if (n == 1) logits_valid_ = false;
+      device_->download(parts[1], out.first.data() + at);
+      device_->download(parts[2], out.second.data() + at);
+      ids_.insert(ids_.end(), piece.begin(), piece.end());
+      generated_from_ = uint32_t(ids_.size());
+    }
+    counts_exact_ = false;
+    shown_ = logits_valid_ ? current_ : -1;
+    return out;
+  });
+}
+
+std::vector<float> Session::verify(std::span<const uint32_t> ids) {
+  return guarded([&] {
+    if (ids.empty() || ids.size() > LILY_MAX_ROWS) throw std::invalid_argument(concat("verify: ", ids.size(), " tokens, allowed 1 to ", LILY_MAX_ROWS));
+    if (ids_.size() + ids.size() > engine_->max_context) {
+      throw std::invalid_argument(concat("verify: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
+    }
+    catch_up();
+    const uint32_t rows = uint32_t(ids.size()), splits = splits_for(consumed_ + rows);
+    own_blocks(consumed_, consumed_ + rows);
+    write_step(ids, consumed_);
+    DecodeScratch& scratch = many_rows(splits);
+    const std::vector<Tensor> slabs = engine_->kv.slabs();
+    CommandList list;
+    list.label = concat("verify of ", rows, " rows");
+    Recorder r(*device_, list);
+    Model::Decode d = decode_args(rows, splits, false, many_logits_);
+    d.slabs = slabs;
+    engine_->model.decode(r, scratch, d);
+    run(std::move(list));
+    verified_.assign(ids.begin(), ids.end());
+    verified_at_ = consumed_;
+    std::vector<float> out(uint64_t(rows) * config_.vocab);
+    device_->download(many_logits_.slice(0, out.size()), out.data());
+    return out;
+  });
+}
+
+void Session::commit(uint32_t n) {
+  guarded([&] {
+    check(verified_at_ != kNone && verified_at_ == consumed_, "commit: nothing was verified at this position");
+    if (n == 0 || n > verified_.size()) throw std::invalid_argument(concat("commit of ", n, " tokens, verified were ", verified_.size()));
+    const std::span<const uint32_t> ids(verified_.data(), n);
+    write_step(ids, consumed_);
+    CommandList list;
+    list.label = concat("commit of ", n, " rows");
+    Recorder r(*device_, list);
+    engine_->model.commit(r, *many_rows_, decode_args(n, 1, true, {}));
+    copy(many_logits_.slice(uint64_t(n - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
+    previous_ = kNone;
+    run(std::move(list));
+    ids_.insert(ids_.end(), ids.begin(), ids.end());
+    advance(n);
+    logits_valid_ = true;
+    counts_exact_ = false;
+    verified_at_ = kNone;
+    shown_ = current_;
+  });
+}
+
+std::vector<uint32_t> Session::tokens() const { return ids_; }
+uint32_t Session::position() const { return uint32_t(ids_.size()); }
+std::vector<uint32_t> Session::snapshots() const {
+  std::vector<uint32_t> at;
+  for (const Snapshot& s : snapshots_) at.push_back(uint32_t(s.ids.size()));
+  return at;
+}
+
+std::pair<std::vector<float>, std::vector<float>> Session::recurrent_state() {
+  return guarded([&] {
+    catch_up();
+    const State& s = states_[current_];
+    std::vector<float> conv(s.conv.elements), delta(s.delta.elements);
+    if (s.conv.dtype == DType::f32) {
+      device_->download(s.conv, conv.data());
+    } else {
+      std::vector<uint16_t> raw(s.conv.elements);
+      device_->download(s.conv, raw.data());
+      for (size_t i = 0; i < raw.size(); ++i) {
+        const uint32_t bits = uint32_t(raw[i]) << 16;
+        std::memcpy(&conv[i], &bits, 4);
+      }
+    }
+    device_->download(s.delta, delta.data());
+    return std::make_pair(std::move(conv), std::move(delta));
+  });
+}
+
+}  // namespace lily

@@ -12,6 +12,10 @@ DeviceRef make_sim(bool, std::string& why) {
 std::vector<LaunchRecord> sim_records(const Program&) {
   throw LilyError("sim: this build does not include the emulated device");
 }
+std::vector<LaunchRecord> sim_run_library(Device&, const std::string&, const std::vector<std::string>&,
+                                          CommandList) {
+  throw LilyError("sim: this build does not include the emulated device");
+}
 }  // namespace lily
 
 #else
@@ -186,11 +190,14 @@ class SimDevice : public Device {
     }
     return program;
   }
-  // As compile, for one launch of a kernel that is not ours.
-  ProgramRef compile_foreign(CommandList list, void* kernel, const char* name) {
+  // As compile, for kernels that are not ours: they must outlive the program.
+  ProgramRef compile_foreign(CommandList list, const std::vector<std::string>& symbols,
+                             const std::vector<sim::Kernel>& kernels) {
     auto program = prepare(std::move(list));
-    program->calls.at(0).kernel = reinterpret_cast<sim::Kernel>(kernel);
-    program->calls.at(0).name = name;
+    for (size_t i = 0; i < program->calls.size(); ++i) {
+      program->calls[i].kernel = kernels[i];
+      program->calls[i].name = symbols[i];
+    }
     return program;
   }
 
@@ -276,6 +283,30 @@ std::vector<LaunchRecord> sim_records(const Program& program) {
   check(mine != nullptr, "sim: the program belongs to another device");
   const std::lock_guard lock(mine->mutex);
   return mine->records;
+}
+
+std::vector<LaunchRecord> sim_run_library(Device& device, const std::string& path,
+                                          const std::vector<std::string>& symbols, CommandList list) {
+  auto* sim = dynamic_cast<SimDevice*>(&device);
+  check(sim != nullptr, "sim: kernels of a library run on the emulated device only, not on ", device.name());
+  check(symbols.size() == list.launches.size(), "sim: ", symbols.size(), " symbols for ",
+        list.launches.size(), " launches");
+  // The library wants the hooks of this module, which Python loaded for itself alone.
+  Dl_info self;
+  check(dladdr(reinterpret_cast<void*>(&make_sim), &self) != 0 &&
+            dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL) != nullptr,
+        "sim: cannot offer its hooks: ", dlerror());
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  check(library != nullptr, "sim: ", path, ": ", dlerror());
+  const std::unique_ptr<void, int (*)(void*)> closer(library, dlclose);
+  std::vector<sim::Kernel> kernels;
+  for (const std::string& symbol : symbols) {
+    kernels.push_back(reinterpret_cast<sim::Kernel>(dlsym(library, symbol.c_str())));
+    check(kernels.back() != nullptr, "sim: ", path, " has no kernel ", symbol);
+  }
+  const ProgramRef program = sim->compile_foreign(std::move(list), symbols, kernels);
+  sim->wait(sim->submit(program, nullptr));
+  return sim_records(*program);
 }
 
 // LILY_SIM_SEED draws other orders and layouts; the same seed repeats the same ones.

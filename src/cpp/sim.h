@@ -1,6 +1,7 @@
 // sim.h: what tools and tests can ask of the emulated device beyond the device contract.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "device.h"
@@ -19,5 +20,10 @@ struct LaunchRecord {
 
 // The records of a program of a sim device, in the order of its list; call after wait().
 std::vector<LaunchRecord> sim_records(const Program& program);
+
+// Runs kernels of a shared library compiled as ours are, one symbol a launch (the launches' variants
+// count for nothing): how tests plant bugs. `device` is a sim device.
+std::vector<LaunchRecord> sim_run_library(Device& device, const std::string& path,
+                                          const std::vector<std::string>& symbols, CommandList list);
 
 }  // namespace lily

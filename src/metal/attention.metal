@@ -1,0 +1,537 @@
+// attention.metal: gated attention over paged KV: attn_step, attn_combine, attn_out (decode),
+// qkv_rope, flash (prefill).
+#include "tile.h"
+
+#define KV_HEAD ((ulong)LILY_KV_BLOCK * LILY_HEAD_DIM)  // values of one KV head in a block
+
+// ---- common -------------------------------------------------------------------------------------
+// A lane's share of a head: 8 neighbouring values.
+static inline void load8(device const act_t* p, thread float (&v)[8]) {
+#ifdef LILY_EXACT
+  UNROLL for (uint j = 0; j < 2; ++j) {
+    const float4 f = load4(p + 4 * j);
+    UNROLL for (uint e = 0; e < 4; ++e) v[4 * j + e] = f[e];
+  }
+#else
+  const uint4 u = *(device const uint4*)p;
+  UNROLL for (uint j = 0; j < 4; ++j) {
+    v[2 * j] = bf16_bits_to_float(u[j] & 0xffffu);
+    v[2 * j + 1] = as_type<float>(u[j] & 0xffff0000u);
+  }
+#endif
+}
+static inline void store8(device act_t* p, thread const float (&v)[8]) {
+  store4(p, float4(v[0], v[1], v[2], v[3]));
+  store4(p + 4, float4(v[4], v[5], v[6], v[7]));
+}
+// Keys of a KV head in a block; its values follow kv_heads further.
+static inline device act_t* kv_keys(device const Step* step, uint slot, uint block, uint layer,
+                                    uint kv_heads, uint kv_head) {
+  return kv_block(step, slot, block) + ((ulong)(2 * layer) * kv_heads + kv_head) * KV_HEAD;
+}
+
+// One head by one simdgroup: RMS norm with gain, then rope; lane gets values lane * 8 ... The pair
+// of a rotated value may lie in any lane, so it is read again instead of exchanged.
+static inline void norm_rope(device const act_t* x, device const float* gain,
+                             device const float* inv_freq, uint rotary, uint position, float eps,
+                             uint lane, thread float (&y)[8]) {
+  load8(x + lane * 8, y);
+  float sum = 0.0f;
+  UNROLL for (uint e = 0; e < 8; ++e) sum = fma(y[e], y[e], sum);
+  const float inv = inv_sqrt(simd_sum(sum) / float(LILY_HEAD_DIM) + eps);
+  const uint pairs = rotary / 2;
+  UNROLL for (uint e = 0; e < 8; ++e) {
+    const uint d = lane * 8 + e;
+    y[e] = y[e] * inv * gain[d];
+    if (d < rotary) {
+      const bool first = d < pairs;
+      const uint other = first ? d + pairs : d - pairs;
+      const float o = to_float(x[other]) * inv * gain[other];
+      const float2 sc = sin_cos(float(position) * inv_freq[first ? d : other]);
+      y[e] = fma(y[e], sc.y, first ? -(o * sc.x) : o * sc.x);
+    }
+  }
+}
+
+// ---- attn_step ----------------------------------------------------------------------------------
+// A threadgroup: one row, one KV head with all its query heads, one split of 256 keys. Scores first
+// (8 simdgroups, 8 keys at a time each), then their softmax, then values (4 groups of 64 threads, 8
+// keys at a time, 4 values a thread). Which lane adds what depends on the place in the split alone.
+#define STEP_THREADS 256
+#define STEP_SIMDS 8
+#define STEP_HEADS 16  // most query heads of a KV head
+#define STEP_KEYS 8
+
+// Half of a lane's 2 N values go to the lane 4 N away, which sends those of the other half.
+template <uint N>
+static inline void exchange(thread float (&s)[8], uint lane) {
+  const bool upper = (lane & (4 * N)) != 0;
+  UNROLL for (uint i = 0; i < N; ++i) {
+    const float mine = upper ? s[i + N] : s[i], sent = upper ? s[i] : s[i + N];
+    s[i] = mine + simd_shuffle_xor(sent, (ushort)(4 * N));
+  }
+}
+// Sums of 8 values over the simdgroup: lane gets that of value lane / 4. Each sum runs over the same
+// pairs of lanes, so a value's bits do not depend on its place.
+static inline float sum8(thread float (&s)[8], uint lane) {
+  exchange<4>(s, lane);
+  exchange<2>(s, lane);
+  exchange<1>(s, lane);
+  s[0] += simd_shuffle_xor(s[0], 2);
+  return s[0] + simd_shuffle_xor(s[0], 1);
+}
+// q in shared memory: a head's 256 values so that the lanes' float4 fall on different banks.
+static inline void load_q(threadgroup const float* q, uint lane, thread float (&v)[8]) {
+  UNROLL for (uint j = 0; j < 2; ++j) {
+    const float4 f = *(threadgroup const float4*)(q + 128 * j + 4 * lane);
+    UNROLL for (uint e = 0; e < 4; ++e) v[4 * j + e] = f[e];
+  }
+}
+static inline float dot8(thread const float (&a)[8], thread const float (&b)[8]) {
+  float d = 0.0f;
+  UNROLL for (uint e = 0; e < 8; ++e) d = fma(a[e], b[e], d);
+  return d;
+}
+
+// pool: [heads][256] of q, then [heads][256] of scores; at last [4][8 heads][256] of sums.
+static inline void attn_step_body(device const act_t* proj, device const float* q_gain,
+                                  device const float* k_gain, device const float* inv_freq,
+                                  device float* partial, PARAM_REF(AttnStep) p,
+                                  device const Step* step, threadgroup float* pool, uint3 group,
+                                  uint tid, uint lane, uint simd) {
+  const uint kv_head = group.x, split = group.y, row = group.z;
+  if (row >= step->rows) return;
+  const uint position = step->position[row], start = split * LILY_KV_BLOCK;
+  if (start > position) return;
+  const uint slot = step->slot[row], ratio = p.heads / p.kv_heads;
+  const uint n = min(position - start + 1, (uint)LILY_KV_BLOCK);  // keys of this split
+  // Keys from the slot's first row on are appended by other groups of this launch, so they come
+  // from proj; the first `cached` keys of the split come from the cache.
+  uint first = row;
+  while (first > 0 && step->slot[first - 1] == slot) --first;
+  const uint p0 = step->position[first];
+  const uint cached = p0 > start ? min(p0 - start, n) : 0;
+  device act_t* keys = kv_keys(step, slot, split, p.layer, p.kv_heads, kv_head);
+  device act_t* values = keys + p.kv_heads * KV_HEAD;
+  device const act_t* new_k = proj + p.k_offset + kv_head * LILY_HEAD_DIM;
+  device const act_t* new_v = proj + p.v_offset + kv_head * LILY_HEAD_DIM;
+  threadgroup float* q = pool;
+  threadgroup float* scores = pool + STEP_HEADS * LILY_HEAD_DIM;
+  device float* out = partial + (((ulong)row * p.heads + kv_head * ratio) * p.splits + split) * LILY_PARTIAL;
+  const ulong out_head = (ulong)p.splits * LILY_PARTIAL;
+
+  for (uint h = simd; h < ratio; h += STEP_SIMDS) {
+    float y[8];
+    norm_rope(proj + (ulong)row * p.proj_stride + (kv_head * ratio + h) * 2 * LILY_HEAD_DIM, q_gain,
+              inv_freq, p.rotary, position, p.eps, lane, y);
+    UNROLL for (uint e = 0; e < 8; ++e) {
+      q[h * LILY_HEAD_DIM + e / 4 * 128 + lane * 4 + e % 4] = y[e] * p.scale;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint b = simd * STEP_KEYS; b < cached; b += STEP_SIMDS * STEP_KEYS) {
+    float k[STEP_KEYS][8];
+    UNROLL for (uint j = 0; j < STEP_KEYS; ++j) {
+      load8(keys + min(b + j, cached - 1) * LILY_HEAD_DIM + lane * 8, k[j]);
+    }
+    for (uint h = 0; h < ratio; ++h) {
+      float qh[8], s[8];
+      load_q(q + h * LILY_HEAD_DIM, lane, qh);
+      UNROLL for (uint j = 0; j < STEP_KEYS; ++j) s[j] = dot8(qh, k[j]);
+      const float score = sum8(s, lane);
+      if ((lane & 3) == 0 && b + lane / 4 < cached) scores[h * LILY_KV_BLOCK + b + lane / 4] = score;
+    }
+  }
+  for (uint i = cached + simd; i < n; i += STEP_SIMDS) {
+    const ulong from = (ulong)(first + (start + i - p0)) * p.proj_stride;
+    float k[8];
+    norm_rope(new_k + from, k_gain, inv_freq, p.rotary, start + i, p.eps, lane, k);
+    UNROLL for (uint e = 0; e < 8; ++e) k[e] = round_act(k[e]);  // as the cache holds it
+    if (start + i == position) {  // the row's own: this group appends it
+      float v[8];
+      load8(new_v + from + lane * 8, v);
+      store8(keys + i * LILY_HEAD_DIM + lane * 8, k);
+      store8(values + i * LILY_HEAD_DIM + lane * 8, v);
+    }
+    for (uint h = 0; h < ratio; ++h) {
+      float qh[8], s[8];
+      load_q(q + h * LILY_HEAD_DIM, lane, qh);
+      UNROLL for (uint j = 0; j < 8; ++j) s[j] = dot8(qh, k);
+      const float score = sum8(s, lane);  // not simd_sum: a cached key's bits
+      if (lane == 0) scores[h * LILY_KV_BLOCK + i] = score;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint h = simd; h < ratio; h += STEP_SIMDS) {
+    threadgroup float* s = scores + h * LILY_KV_BLOCK;
+    float e[8], top = -INFINITY, sum = 0.0f;
+    UNROLL for (uint i = 0; i < 8; ++i) {
+      e[i] = i * 32 + lane < n ? s[i * 32 + lane] : -INFINITY;
+      top = max(top, e[i]);
+    }
+    top = simd_max(top);
+    UNROLL for (uint i = 0; i < 8; ++i) {
+      e[i] = i * 32 + lane < n ? exp_(e[i] - top) : 0.0f;
+      s[i * 32 + lane] = e[i];
+      sum += e[i];
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+      out[h * out_head] = top;
+      out[h * out_head + 1] = sum;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint part = simd / 2, d = (tid & 63) * 4;
+  float acc[STEP_HEADS][4];
+  UNROLL for (uint h = 0; h < STEP_HEADS; ++h) {
+    UNROLL for (uint e = 0; e < 4; ++e) acc[h][e] = 0.0f;
+  }
+  for (uint b = part * STEP_KEYS; b < n; b += 4 * STEP_KEYS) {
+    float4 v[STEP_KEYS];
+    UNROLL for (uint j = 0; j < STEP_KEYS; ++j) {
+      const uint i = min(b + j, n - 1);  // beyond: weight 0
+      device const act_t* from = i < cached ? values + i * LILY_HEAD_DIM
+                                            : new_v + (ulong)(first + (start + i - p0)) * p.proj_stride;
+      v[j] = load4(from + d);
+    }
+    UNROLL for (uint h = 0; h < STEP_HEADS; ++h) {
+      if (h < ratio) {
+        UNROLL for (uint j = 0; j < STEP_KEYS; j += 4) {
+          const float4 w = *(threadgroup const float4*)(scores + h * LILY_KV_BLOCK + b + j);
+          UNROLL for (uint c = 0; c < 4; ++c) {
+            UNROLL for (uint e = 0; e < 4; ++e) acc[h][e] = fma(w[c], v[j + c][e], acc[h][e]);
+          }
+        }
+      }
+    }
+  }
+  for (uint h0 = 0; h0 < ratio; h0 += 8) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (uint h = 0; h < STEP_HEADS; ++h) {
+      if (h >= h0 && h < min(h0 + 8, ratio)) {
+        *(threadgroup float4*)(pool + (part * 8 + h - h0) * LILY_HEAD_DIM + d) =
+            float4(acc[h][0], acc[h][1], acc[h][2], acc[h][3]);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint h = h0; h < min(h0 + 8, ratio); ++h) {
+      threadgroup const float* sums = pool + (h - h0) * LILY_HEAD_DIM + tid;
+      float total = 0.0f;
+      UNROLL for (uint c = 0; c < 4; ++c) total += sums[c * 8 * LILY_HEAD_DIM];
+      out[h * out_head + 2 + tid] = total;
+    }
+  }
+}
+#define ATTN_STEP(op, name, c0, c1, c2)                                                            \
+  KERNEL(name)(IN(act_t, proj, 0), IN(float, q_gain, 1), IN(float, k_gain, 2),                     \
+               IN(float, inv_freq, 3), OUT(float, partial, 4), PARAMS(AttnStep, 5), STEP_IN(6) IDS) { \
+    READ_IDS                                                                                       \
+    SHARED(float4, pool, 2 * STEP_HEADS * LILY_HEAD_DIM / 4);                                      \
+    attn_step_body(proj, q_gain, k_gain, inv_freq, partial, p, step, (threadgroup float*)pool,     \
+                   group, tid, lane, simd);                                                        \
+  }
+LILY_VARIANTS_attn_step(ATTN_STEP)
+
+// ---- attn_combine -------------------------------------------------------------------------------
+// The partials of a head's n splits as one, by one simdgroup; lane gets 8 accumulators. Lanes share
+// the weights, the sums run in the order of the splits. One split comes out as it is: exp(0) = 1.
+static inline void combine(device const float* parts, uint n, uint lane, thread float& top,
+                           thread float& total, thread float (&acc)[8]) {
+  top = -INFINITY;
+  for (uint s = lane; s < n; s += 32) top = max(top, parts[(ulong)s * LILY_PARTIAL]);
+  top = simd_max(top);
+  total = 0.0f;
+  UNROLL for (uint e = 0; e < 8; ++e) acc[e] = 0.0f;
+  for (uint s0 = 0; s0 < n; s0 += 32) {
+    float weight = 0.0f, sum = 0.0f;
+    if (s0 + lane < n) {
+      device const float* part = parts + (ulong)(s0 + lane) * LILY_PARTIAL;
+      weight = exp_(part[0] - top);
+      sum = part[1];
+    }
+    const uint count = min(n - s0, 32u);
+    for (uint s = 0; s < count; ++s) {
+      const float w = simd_shuffle(weight, (ushort)s);
+      total = fma(simd_shuffle(sum, (ushort)s), w, total);
+      device const float* from = parts + (ulong)(s0 + s) * LILY_PARTIAL + 2 + lane * 8;
+      UNROLL for (uint j = 0; j < 4; ++j) {
+        const float2 a = *(device const float2*)(from + 2 * j);  // 258 values: 8-byte aligned only
+        acc[2 * j] = fma(a.x, w, acc[2 * j]);
+        acc[2 * j + 1] = fma(a.y, w, acc[2 * j + 1]);
+      }
+    }
+  }
+}
+static inline uint valid_splits(device const Step* step, uint row) {
+  return step->position[row] / LILY_KV_BLOCK + 1;
+}
+
+// A simdgroup a head.
+static inline void attn_combine_body(device const float* partial, device float* combined,
+                                     PARAM_REF(AttnCombine) p, device const Step* step, uint3 group,
+                                     uint lane) {
+  const uint head = group.x, row = group.y;
+  if (row >= step->rows) return;
+  const ulong at = (ulong)row * p.heads + head;
+  float top, total, acc[8];
+  combine(partial + at * p.splits * LILY_PARTIAL, valid_splits(step, row), lane, top, total, acc);
+  device float* out = combined + at * LILY_PARTIAL;
+  if (lane == 0) {
+    out[0] = top;
+    out[1] = total;
+  }
+  UNROLL for (uint j = 0; j < 4; ++j) {
+    *(device float2*)(out + 2 + lane * 8 + 2 * j) = float2(acc[2 * j], acc[2 * j + 1]);
+  }
+}
+#define ATTN_COMBINE(op, name, c0, c1, c2)                                                         \
+  KERNEL(name)(IN(float, partial, 0), OUT(float, combined, 1), PARAMS(AttnCombine, 2), STEP_IN(3) IDS) { \
+    READ_IDS                                                                                       \
+    attn_combine_body(partial, combined, p, step, group, lane);                                    \
+  }
+LILY_VARIANTS_attn_combine(ATTN_COMBINE)
+
+// ---- attn_out -----------------------------------------------------------------------------------
+// 4 simdgroups, 2 rows of W each. 1024 values at a time: each simdgroup combines and gates a head
+// into shared memory, then all multiply.
+#define OUT_SIMDS 4
+#define OUT_N (LILY_OUT_ROWS / OUT_SIMDS)
+#define OUT_LD 36  // a lane's 32 values, padded: 16 bytes on, so that lanes fall on different banks
+template <uint BITS>
+static inline void attn_out_body(device const uint* codes, device const uint* pairs,
+                                 device const float* partial, device const act_t* proj,
+                                 device act_t* x, device float* ssq, PARAM_REF(AttnOut) p,
+                                 device const Step* step, threadgroup float* o,
+                                 threadgroup float* squares, uint3 group, uint tid, uint lane,
+                                 uint simd) {
+  const uint row = group.y, k = p.w.k, n0 = group.x * LILY_OUT_ROWS + simd * OUT_N;
+  if (row >= step->rows) return;
+  const uint splits = p.combined ? 1 : valid_splits(step, row);
+  float sum[OUT_N];
+  UNROLL for (uint j = 0; j < OUT_N; ++j) sum[j] = 0.0f;
+  for (uint c = 0; c < k; c += OUT_SIMDS * LILY_HEAD_DIM) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint head = c / LILY_HEAD_DIM + simd;
+    if (head < p.heads) {
+      float top, total, acc[8], gate[8];
+      combine(partial + ((ulong)row * p.heads + head) * p.splits * LILY_PARTIAL, splits, lane, top,
+              total, acc);
+      load8(proj + (ulong)row * p.proj_stride + (2 * head + 1) * LILY_HEAD_DIM + lane * 8, gate);
+      threadgroup float* to = o + (simd * 8 + lane / 4) * OUT_LD + lane % 4 * 8;
+      UNROLL for (uint e = 0; e < 8; ++e) to[e] = acc[e] / total * sigmoid(gate[e]);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint k0 = c + lane * 32;
+    if (k0 < k) {
+      float xs[32], x_sum = 0.0f;
+      UNROLL for (uint j = 0; j < 8; ++j) {
+        const float4 v = *(threadgroup const float4*)(o + lane * OUT_LD + 4 * j);
+        UNROLL for (uint e = 0; e < 4; ++e) {
+          xs[4 * j + e] = v[e];
+          x_sum += v[e];
+        }
+      }
+      UNROLL for (uint j = 0; j < OUT_N; ++j) {
+        sum[j] += dot32<BITS>(codes, pairs, p.w, n0 + j, k0, xs, x_sum);
+      }
+    }
+  }
+  UNROLL for (uint j = 0; j < OUT_N; ++j) {
+    const float v = simd_sum(sum[j]);
+    if (lane == 0) {
+      const ulong at = (ulong)row * p.w.n + n0 + j;
+      const float y = round_act(to_float(x[at]) + v);
+      x[at] = to_act(y);
+      squares[simd * OUT_N + j] = y * y;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (tid == 0) {
+    float total = 0.0f;
+    UNROLL for (uint j = 0; j < LILY_OUT_ROWS; ++j) total += squares[j];
+    ssq[(ulong)row * (p.w.n / LILY_OUT_ROWS) + group.x] = total;
+  }
+}
+#define ATTN_OUT(op, name, BITS, c1, c2)                                                           \
+  KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(float, partial, 2), IN(act_t, proj, 3),  \
+               OUT(act_t, x, 4), OUT(float, ssq, 5), PARAMS(AttnOut, 6), STEP_IN(7) IDS) {         \
+    READ_IDS                                                                                       \
+    SHARED(float4, o, 32 * OUT_LD / 4);                                                            \
+    SHARED(float, squares, LILY_OUT_ROWS);                                                         \
+    attn_out_body<BITS>(codes, pairs, partial, proj, x, ssq, p, step, (threadgroup float*)o,       \
+                        squares, group, tid, lane, simd);                                          \
+  }
+LILY_VARIANTS_attn_out(ATTN_OUT)
+
+// ---- qkv_rope -----------------------------------------------------------------------------------
+// A simdgroup a head of a row: query heads, then key heads, then value heads.
+#define ROPE_SIMDS 4
+static inline void qkv_rope_body(device const act_t* proj, device const float* q_gain,
+                                 device const float* k_gain, device const float* inv_freq,
+                                 device act_t* q, PARAM_REF(QkvRope) p, device const Step* step,
+                                 uint3 group, uint lane, uint simd) {
+  const uint row = group.x, position = p.position + row;
+  uint head = group.y * ROPE_SIMDS + simd;
+  device const act_t* from = proj + (ulong)row * p.proj_stride;
+  float y[8];
+  if (head < p.heads) {
+    norm_rope(from + head * 2 * LILY_HEAD_DIM, q_gain, inv_freq, p.rotary, position, p.eps, lane, y);
+    store8(q + ((ulong)row * p.heads + head) * LILY_HEAD_DIM + lane * 8, y);
+    return;
+  }
+  head -= p.heads;
+  if (head >= 2 * p.kv_heads) return;
+  const bool value = head >= p.kv_heads;
+  if (value) {
+    load8(from + p.v_offset + (head - p.kv_heads) * LILY_HEAD_DIM + lane * 8, y);
+  } else {
+    norm_rope(from + p.k_offset + head * LILY_HEAD_DIM, k_gain, inv_freq, p.rotary, position, p.eps,
+              lane, y);
+  }
+  // Value head h follows as "key head" kv_heads + h.
+  device act_t* to = kv_keys(step, p.slot, position / LILY_KV_BLOCK, p.layer, p.kv_heads, head);
+  store8(to + position % LILY_KV_BLOCK * LILY_HEAD_DIM + lane * 8, y);
+}
+#define QKV_ROPE(op, name, c0, c1, c2)                                                             \
+  KERNEL(name)(IN(act_t, proj, 0), IN(float, q_gain, 1), IN(float, k_gain, 2),                     \
+               IN(float, inv_freq, 3), OUT(act_t, q, 4), PARAMS(QkvRope, 5), STEP_IN(6) IDS) {     \
+    READ_IDS                                                                                       \
+    qkv_rope_body(proj, q_gain, k_gain, inv_freq, q, p, step, group, lane, simd);                  \
+  }
+LILY_VARIANTS_qkv_rope(QKV_ROPE)
+
+// ---- flash --------------------------------------------------------------------------------------
+// A threadgroup of 4 simdgroups: M rows, each a (query, head) pair of one KV head, over all keys
+// they see, 32 at a time. Scores are Tiles of 8 keys a simdgroup; through shared memory each row's
+// softmax is taken by 128 / M threads; the output is a Tile of a quarter of each piece's columns.
+// Keys and values pass through shared memory in pieces of the head, so that 32 KB serve both
+// modes: M = 32, pieces of 128 in bf16; M = 16, pieces of 64 in fp32.
+#define FLASH_SIMDS 4
+#define FLASH_KEYS 32
+#define FLASH_M (64 / (uint)sizeof(act_t))
+#define FLASH_PIECE (256 / (uint)sizeof(act_t))
+#define FLASH_PIECES (LILY_HEAD_DIM / FLASH_PIECE)
+#define FLASH_PAD (16 / (uint)sizeof(act_t))  // 16 bytes: rows fall on different banks
+#define FLASH_LDQ (LILY_HEAD_DIM + FLASH_PAD)
+#define FLASH_LDK (FLASH_PIECE + FLASH_PAD)
+#define FLASH_LDS (FLASH_KEYS + 1)
+#define FLASH_LDP (FLASH_KEYS + FLASH_PAD)
+#define FLASH_SHARE (FLASH_SIMDS * 32 / FLASH_M)  // threads of a row in the softmax
+#define FLASH_COLS (FLASH_PIECE / FLASH_SIMDS)
+
+// Copies a piece of `keys` rows of K or V; rows past `valid` become 0, as P is 0 there and 0 times
+// what unused memory holds need not be 0.
+static inline void flash_load(device const act_t* from, uint valid, threadgroup act_t* to, uint tid) {
+  UNROLL for (uint i = 0; i < FLASH_KEYS * 16 / (FLASH_SIMDS * 32); ++i) {
+    const uint at = i * FLASH_SIMDS * 32 + tid, key = at / 16, c = at % 16 * FLASH_PAD;
+    uint4 v = uint4(0);
+    if (key < valid) v = *(device const uint4*)(from + key * LILY_HEAD_DIM + c);
+    *(threadgroup uint4*)(to + key * FLASH_LDK + c) = v;
+  }
+}
+static inline void flash_body(device const act_t* q, device const act_t* proj, device act_t* y,
+                              PARAM_REF(Flash) p, device const Step* step, threadgroup act_t* tq,
+                              threadgroup act_t* tk, threadgroup act_t* tp, threadgroup float* ts,
+                              threadgroup float* factors, uint3 group, uint tid, uint lane,
+                              uint simd) {
+  const uint kv_head = group.x, ratio = p.heads / p.kv_heads, queries = FLASH_M / ratio;
+  const uint q0 = group.y * queries, used = min(queries, p.rows - q0) * ratio;  // rows that exist
+  const uint last = p.position + min(q0 + queries, p.rows) - 1;                 // last key seen
+  for (uint i = tid; i < FLASH_M * LILY_HEAD_DIM / FLASH_PAD; i += FLASH_SIMDS * 32) {
+    const uint at = i * FLASH_PAD, r = at / LILY_HEAD_DIM, c = at % LILY_HEAD_DIM;
+    uint4 v = uint4(0);
+    if (r < used) {
+      const ulong head = (ulong)(q0 + r / ratio) * p.heads + kv_head * ratio + r % ratio;
+      v = *(device const uint4*)(q + head * LILY_HEAD_DIM + c);
+    }
+    *(threadgroup uint4*)(tq + r * FLASH_LDQ + c) = v;
+  }
+  Tile<FLASH_M, FLASH_COLS> o[FLASH_PIECES];
+  UNROLL for (uint c = 0; c < FLASH_PIECES; ++c) tile_zero(o[c]);
+  // This thread's row in the softmax, the last key it sees, running maximum and sum.
+  const uint row = tid / FLASH_SHARE, share = tid % FLASH_SHARE;
+  const uint row_last = min(p.position + q0 + row / ratio, last);
+  float top = -INFINITY, total = 0.0f;
+  for (uint key0 = 0; key0 <= last; key0 += FLASH_KEYS) {
+    device const act_t* keys = kv_keys(step, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head)
+                               + key0 % LILY_KV_BLOCK * LILY_HEAD_DIM;
+    device const act_t* values = keys + p.kv_heads * KV_HEAD;
+    const uint valid = last - key0 + 1;
+    Tile<FLASH_M, FLASH_KEYS / FLASH_SIMDS> s;
+    tile_zero(s);
+    for (uint c = 0; c < FLASH_PIECES; ++c) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      flash_load(keys + c * FLASH_PIECE, valid, tk, tid);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      tile_mma(s, tq + c * FLASH_PIECE, FLASH_LDQ, tk + simd * 8 * FLASH_LDK, FLASH_LDK, FLASH_PIECE);
+    }
+    tile_store(s, ts + simd * 8, FLASH_LDS);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    flash_load(values, valid, tk, tid);
+    {
+      float e[FLASH_KEYS / FLASH_SHARE], m = top, sum = 0.0f;
+      UNROLL for (uint i = 0; i < FLASH_KEYS / FLASH_SHARE; ++i) {
+        const uint key = i * FLASH_SHARE + share;
+        e[i] = key0 + key <= row_last ? ts[row * FLASH_LDS + key] * p.scale : -INFINITY;
+        m = max(m, e[i]);
+      }
+      UNROLL for (ushort w = 1; w < FLASH_SHARE; w <<= 1) m = max(m, simd_shuffle_xor(m, w));
+      UNROLL for (uint i = 0; i < FLASH_KEYS / FLASH_SHARE; ++i) {
+        // P is rounded to act for the product with V; the sum takes what was rounded, so that the
+        // weights still add up to 1. Key 0 is seen by every row, so m is finite.
+        e[i] = round_act(exp_(e[i] - m));
+        tp[row * FLASH_LDP + i * FLASH_SHARE + share] = to_act(e[i]);
+        sum += e[i];
+      }
+      UNROLL for (ushort w = 1; w < FLASH_SHARE; w <<= 1) sum += simd_shuffle_xor(sum, w);
+      const float factor = exp_(top - m);
+      total = fma(total, factor, sum);
+      top = m;
+      if (share == 0) factors[row] = factor;
+    }
+    UNROLL for (uint c = 0; c < FLASH_PIECES; ++c) {
+      if (c > 0) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        flash_load(values + c * FLASH_PIECE, valid, tk, tid);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      float f[Tile<FLASH_M, FLASH_COLS>::kSlots];
+      UNROLL for (uint i = 0; i < Tile<FLASH_M, FLASH_COLS>::kSize; ++i) {
+        f[tile_slot<FLASH_M, FLASH_COLS>(i)] = factors[tile_row<FLASH_M, FLASH_COLS>(i)];
+      }
+      tile_scale_rows(o[c], f);
+      tile_mma_nn(o[c], tp, FLASH_LDP, tk + simd * FLASH_COLS, FLASH_LDK, FLASH_KEYS);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (share == 0) factors[row] = total;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL for (uint c = 0; c < FLASH_PIECES; ++c) {
+    UNROLL for (uint i = 0; i < Tile<FLASH_M, FLASH_COLS>::kSize; ++i) {
+      const uint r = tile_row<FLASH_M, FLASH_COLS>(i);
+      const uint d = c * FLASH_PIECE + simd * FLASH_COLS + tile_col<FLASH_M, FLASH_COLS>(i);
+      if (r < used) {
+        const ulong at = q0 + r / ratio;
+        const uint head = kv_head * ratio + r % ratio;
+        const float gate = to_float(proj[at * p.proj_stride + (2 * head + 1) * LILY_HEAD_DIM + d]);
+        y[(at * p.heads + head) * LILY_HEAD_DIM + d] = to_act(o[c].v[i] / factors[r] * sigmoid(gate));
+      }
+    }
+  }
+}
+#define FLASH(op, name, c0, c1, c2)                                                                \
+  KERNEL(name)(IN(act_t, q, 0), IN(act_t, proj, 1), OUT(act_t, y, 2), PARAMS(Flash, 3), STEP_IN(4) IDS) { \
+    READ_IDS                                                                                       \
+    SHARED(uint4, tq, FLASH_M * FLASH_LDQ / FLASH_PAD);                                            \
+    SHARED(uint4, tk, FLASH_KEYS * FLASH_LDK / FLASH_PAD);                                         \
+    SHARED(uint4, tp, FLASH_M * FLASH_LDP / FLASH_PAD);                                            \
+    SHARED(float, ts, FLASH_M * FLASH_LDS);                                                        \
+    SHARED(float, factors, FLASH_M);                                                               \
+    flash_body(q, proj, y, p, step, (threadgroup act_t*)tq, (threadgroup act_t*)tk,                \
+               (threadgroup act_t*)tp, ts, factors, group, tid, lane, simd);                       \
+  }
+LILY_VARIANTS_flash(FLASH)

@@ -137,13 +137,14 @@ def read_header(path: Path) -> list[TensorEntry]:
             raise CheckpointError(
                 f"{file}: header of {length} bytes, the limit is {MAX_HEADER_BYTES}"
             )
-        text = stream.read(length)
-    if len(text) < length:
-        raise CheckpointError(
-            f"{file}: header needs {8 + length} bytes, the file has {size}: truncated"
-        )
-    if text[:1] != b"{":
-        raise CheckpointError(f"{file}: header starts with {text[:1]!r}, expected b'{{'")
+        if 8 + length > size:
+            raise CheckpointError(
+                f"{file}: header needs {8 + length} bytes, the file has {size}: truncated"
+            )
+        text = stream.read(min(length, 1))
+        if text != b"{":
+            raise CheckpointError(f"{file}: header starts with {text!r}, expected b'{{'")
+        text += stream.read(length - 1)
     header = parse_json_object(file, text)
     _check_metadata(file, header.pop("__metadata__", {}))
     start = 8 + length

@@ -8,52 +8,25 @@ namespace lily {
 namespace LILY_CPU_NS {
 namespace {
 
-// ---- vectors ------------------------------------------------------------------------------------
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Lanes __attribute__((vector_size(kLanes * 4)));
-typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4)));
-
-inline Lanes load_lanes(const float* p) {
-  Lanes v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-inline void store_lanes(float* p, Lanes v) { std::memcpy(p, &v, sizeof v); }
-inline Lanes all_lanes(float x) { return x - Lanes{}; }
-// By halves, always in the same order.
-inline float sum_lanes(Lanes v) {
-  float part[kLanes];
-  std::memcpy(part, &v, sizeof v);
-  for (int n = kLanes / 2; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) part[i] += part[i + n];
-  }
-  return part[0];
-}
 // e^x as the kernels compute it: x = n ln 2 + r, Taylor in r, scaled by two powers of two.
-inline Lanes exp_lanes(Lanes x) {
-  const Lanes low = all_lanes(-104.0f), high = all_lanes(89.0f);
-  Lanes c = x < low ? low : x;
+inline VecF exp_vec(VecF x) {
+  const VecF low = broadcast(-104.0f), high = broadcast(89.0f);
+  VecF c = x < low ? low : x;
   c = c > high ? high : c;
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
-  const Lanes n = (c * 1.44269504f + round) - round;
-  const Lanes r = (c - n * 0.693145752f) - n * 1.42860677e-6f;
-  Lanes e = r * (1.0f / 5040.0f) + 1.0f / 720.0f;
+  const VecF n = (c * 1.44269504f + round) - round;
+  const VecF r = (c - n * 0.693145752f) - n * 1.42860677e-6f;
+  VecF e = r * (1.0f / 5040.0f) + 1.0f / 720.0f;
   e = e * r + 1.0f / 120.0f;
   e = e * r + 1.0f / 24.0f;
   e = e * r + 1.0f / 6.0f;
   e = e * r + 0.5f;
   e = e * r + 1.0f;
   e = e * r + 1.0f;
-  const IntLanes k = __builtin_convertvector(n, IntLanes), half = k >> 1;
-  return e * (Lanes)((half + 127) << 23) * (Lanes)((k - half + 127) << 23);
+  const VecI k = __builtin_convertvector(n, VecI), half = k >> 1;
+  return e * as_float((VecU)(half + 127) << 23) * as_float((VecU)(k - half + 127) << 23);
 }
-inline Lanes silu_lanes(Lanes x) { return x / (1.0f + exp_lanes(-x)); }
+inline VecF silu_vec(VecF x) { return x / (1.0f + exp_vec(-x)); }
 
 constexpr size_t kDim = LILY_DELTA_DIM, kChunk = LILY_CHUNK, kKept = LILY_CONV_WIDTH - 1;
 
@@ -63,28 +36,28 @@ struct ConvPast {
   float rows[kKept][kDim];
 };
 template <typename Act>
-void widen(const Act* from, float* to) {
+void widen_head(const Act* from, float* to) {
   for (size_t i = 0; i < kDim; ++i) to[i] = load(from, i);
 }
 // y = silu of the convolution at input `now`; the past moves on to it.
 template <typename Act>
 void conv_row(ConvPast& past, const Act* now, const float* taps, float* y) {
   float row[kDim];
-  widen(now, row);
+  widen_head(now, row);
   for (size_t i = 0; i < kDim; ++i) {
     y[i] = taps[4 * i] * past.rows[0][i] + taps[4 * i + 1] * past.rows[1][i] +
            taps[4 * i + 2] * past.rows[2][i] + taps[4 * i + 3] * row[i];
   }
-  for (size_t i = 0; i < kDim; i += kLanes) store_lanes(y + i, silu_lanes(load_lanes(y + i)));
+  for (size_t i = 0; i < kDim; i += kWide) store_vec(y + i, silu_vec(load_vec(y + i)));
   std::memmove(past.rows[0], past.rows[1], (kKept - 1) * sizeof row);
   std::memcpy(past.rows[kKept - 1], row, sizeof row);
 }
 inline float dot_head(const float* a, const float* b) {
-  Lanes sum = {};
-  for (size_t i = 0; i < kDim; i += kLanes) sum += load_lanes(a + i) * load_lanes(b + i);
+  VecF sum = {};
+  for (size_t i = 0; i < kDim; i += kWide) sum += load_vec(a + i) * load_vec(b + i);
   return sum_lanes(sum);
 }
-void normalize(float* y, float scale) {
+void normalize_head(float* y, float scale) {
   const float factor = scale / std::sqrt(dot_head(y, y) + 1e-6f);
   for (size_t i = 0; i < kDim; ++i) y[i] *= factor;
 }
@@ -105,12 +78,12 @@ void step_head(const TwinCall& call, uint32_t slot, uint32_t begin, uint32_t end
   for (int part = 0; part < 3; ++part) {
     ConvPast past;
     for (size_t i = 0; i < kKept; ++i) {
-      widen(arg<Act>(call, 5) + (slot * kKept + i) * channels + first[part], past.rows[i]);
+      widen_head(arg<Act>(call, 5) + (slot * kKept + i) * channels + first[part], past.rows[i]);
     }
     for (size_t r = 0; r < rows; ++r) {
       const Act* now = arg<Act>(call, 0) + (begin + r) * size_t(p.proj_stride) + first[part];
       conv_row(past, now, conv_w + 4 * first[part], mixed[part][r]);
-      if (part < 2) normalize(mixed[part][r], part == 0 ? kQueryScale : 1.0f);
+      if (part < 2) normalize_head(mixed[part][r], part == 0 ? kQueryScale : 1.0f);
     }
     // q and k belong to the first value head of their key head.
     if (p.write_state && (part == 2 || h % per_key == 0)) {
@@ -131,35 +104,35 @@ void step_head(const TwinCall& call, uint32_t slot, uint32_t begin, uint32_t end
   const float* state_in = arg<float>(call, 6) + state_at;
   float* state_out = arg<float>(call, 8) + state_at;
   float o[LILY_MAX_ROWS][kDim];
-  constexpr size_t kVectors = kDim / kLanes;
+  constexpr size_t kVectors = kDim / kWide;
   for (size_t v = 0; v < kDim; ++v) {
-    Lanes s[kVectors];
-    for (size_t i = 0; i < kVectors; ++i) s[i] = load_lanes(state_in + v * kDim + i * kLanes);
+    VecF s[kVectors];
+    for (size_t i = 0; i < kVectors; ++i) s[i] = load_vec(state_in + v * kDim + i * kWide);
     for (size_t r = 0; r < rows; ++r) {
       const float *q = mixed[0][r], *k = mixed[1][r];
-      Lanes sum = {};
+      VecF sum = {};
       for (size_t i = 0; i < kVectors; ++i) {
         s[i] *= decay[r];
-        sum += s[i] * load_lanes(k + i * kLanes);
+        sum += s[i] * load_vec(k + i * kWide);
       }
       const float write = beta[r] * (mixed[2][r][v] - sum_lanes(sum));
-      sum = Lanes{};
+      sum = VecF{};
       for (size_t i = 0; i < kVectors; ++i) {
-        s[i] += write * load_lanes(k + i * kLanes);
-        sum += s[i] * load_lanes(q + i * kLanes);
+        s[i] += write * load_vec(k + i * kWide);
+        sum += s[i] * load_vec(q + i * kWide);
       }
       o[r][v] = sum_lanes(sum);
     }
     if (!p.write_state) continue;
-    for (size_t i = 0; i < kVectors; ++i) store_lanes(state_out + v * kDim + i * kLanes, s[i]);
+    for (size_t i = 0; i < kVectors; ++i) store_vec(state_out + v * kDim + i * kWide, s[i]);
   }
 
   const float* gain = arg<float>(call, 4);
   for (size_t r = 0; r < rows; ++r) {
     const Act* z = arg<Act>(call, 0) + (begin + r) * size_t(p.proj_stride) + p.z_offset + h * kDim;
     float gate[kDim];
-    widen(z, gate);
-    for (size_t i = 0; i < kDim; i += kLanes) store_lanes(gate + i, silu_lanes(load_lanes(gate + i)));
+    widen_head(z, gate);
+    for (size_t i = 0; i < kDim; i += kWide) store_vec(gate + i, silu_vec(load_vec(gate + i)));
     const size_t head = (begin + r) * p.value_heads + h;
     Act* u = arg<Act>(call, 9) + head * kDim;
     for (size_t i = 0; i < kDim; ++i) store(u, i, o[r][i] * gain[i] * gate[i]);
@@ -173,15 +146,15 @@ void step_head(const TwinCall& call, uint32_t slot, uint32_t begin, uint32_t end
 }
 
 // ---- products of small matrices -----------------------------------------------------------------
-constexpr size_t kTileRows = 4, kTileColumns = 2 * kLanes;
+constexpr size_t kStripRows = 4, kStripColumns = 2 * kWide;
 
 // sum[i][j] = sum over d < depth of a[i * a_row + d * a_column] * b[d * b_row + j].
 template <size_t M>
-inline void tile_product(size_t depth, const float* a, size_t a_row, size_t a_column,
-                         const float* b, size_t b_row, Lanes (&sum)[M][2]) {
-  for (size_t i = 0; i < M; ++i) sum[i][0] = sum[i][1] = Lanes{};
+inline void strip_product(size_t depth, const float* a, size_t a_row, size_t a_column,
+                         const float* b, size_t b_row, VecF (&sum)[M][2]) {
+  for (size_t i = 0; i < M; ++i) sum[i][0] = sum[i][1] = VecF{};
   for (size_t d = 0; d < depth; ++d) {
-    const Lanes b0 = load_lanes(b + d * b_row), b1 = load_lanes(b + d * b_row + kLanes);
+    const VecF b0 = load_vec(b + d * b_row), b1 = load_vec(b + d * b_row + kWide);
     for (size_t i = 0; i < M; ++i) {
       const float x = a[i * a_row + d * a_column];
       sum[i][0] += x * b0;
@@ -191,35 +164,35 @@ inline void tile_product(size_t depth, const float* a, size_t a_row, size_t a_co
 }
 enum class Into { set, add, subtract };
 template <Into INTO, size_t M>
-inline void tile_into(size_t n, size_t depth, const float* a, size_t a_row, size_t a_column,
+inline void strip_into(size_t n, size_t depth, const float* a, size_t a_row, size_t a_column,
                       const float* b, size_t b_row, float* c, size_t c_row) {
-  for (size_t j = 0; j < n; j += kTileColumns) {
-    Lanes sum[M][2];
-    tile_product<M>(depth, a, a_row, a_column, b + j, b_row, sum);
+  for (size_t j = 0; j < n; j += kStripColumns) {
+    VecF sum[M][2];
+    strip_product<M>(depth, a, a_row, a_column, b + j, b_row, sum);
     for (size_t i = 0; i < M; ++i) {
       for (size_t e = 0; e < 2; ++e) {
-        float* to = c + i * c_row + j + e * kLanes;
-        Lanes v = sum[i][e];
-        if (INTO == Into::add) v = load_lanes(to) + v;
-        if (INTO == Into::subtract) v = load_lanes(to) - v;
-        store_lanes(to, v);
+        float* to = c + i * c_row + j + e * kWide;
+        VecF v = sum[i][e];
+        if (INTO == Into::add) v = load_vec(to) + v;
+        if (INTO == Into::subtract) v = load_vec(to) - v;
+        store_vec(to, v);
       }
     }
   }
 }
-// c[m][n] (+= or -=) a[m][depth] b[depth][n]; n a multiple of kTileColumns. `lower`: a is lower
+// c[m][n] (+= or -=) a[m][depth] b[depth][n]; n a multiple of kStripColumns. `lower`: a is lower
 // triangular, its row i ends with column i.
 template <Into INTO>
-void product(size_t m, size_t n, size_t depth, const float* a, size_t a_row, size_t a_column,
+void multiply(size_t m, size_t n, size_t depth, const float* a, size_t a_row, size_t a_column,
              const float* b, size_t b_row, float* c, size_t c_row, bool lower = false) {
   const auto rows = [&](auto count, size_t i) {
     constexpr size_t kRows = decltype(count)::value;
-    tile_into<INTO, kRows>(n, lower ? std::min(depth, i + kRows) : depth, a + i * a_row, a_row,
+    strip_into<INTO, kRows>(n, lower ? std::min(depth, i + kRows) : depth, a + i * a_row, a_row,
                            a_column, b, b_row, c + i * c_row, c_row);
   };
-  const size_t whole = m / kTileRows * kTileRows;
-  for (size_t i = 0; i < whole; i += kTileRows) {
-    rows(std::integral_constant<size_t, kTileRows>(), i);
+  const size_t whole = m / kStripRows * kStripRows;
+  for (size_t i = 0; i < whole; i += kStripRows) {
+    rows(std::integral_constant<size_t, kStripRows>(), i);
   }
   for (size_t i = whole; i < m; ++i) rows(std::integral_constant<size_t, 1>(), i);
 }
@@ -237,18 +210,18 @@ void wy_chunk(const TwinCall& call, size_t row0, size_t n, size_t kh) {
   const size_t key_row = p.key_heads * kDim, heads = p.value_heads, value_row = heads * kDim;
   const float* q = arg<float>(call, 0) + row0 * key_row + kh * kDim;
   const float* k = arg<float>(call, 1) + row0 * key_row + kh * kDim;
-  constexpr size_t kWide = 2 * kDim;  // columns of w, then of u
-  float* flipped = scratch(0, kDim * kChunk + 4 * kChunk * kChunk + kChunk * kWide);
+  constexpr size_t kBoth = 2 * kDim;  // columns of w, then of u
+  float* flipped = scratch(0, kDim * kChunk + 4 * kChunk * kChunk + kChunk * kBoth);
   float* kk = flipped + kDim * kChunk;  // [n][kChunk], as the next three
   float* qk = kk + kChunk * kChunk;
   float* decay = qk + kChunk * kChunk;
   float* a = decay + kChunk * kChunk;
-  float* x = a + kChunk * kChunk;  // [n][kWide]
+  float* x = a + kChunk * kChunk;  // [n][kBoth]
   for (size_t d = 0; d < kDim; ++d) {
     for (size_t i = 0; i < kChunk; ++i) flipped[d * kChunk + i] = i < n ? k[i * key_row + d] : 0.0f;
   }
-  product<Into::set>(n, kChunk, kDim, k, key_row, 1, flipped, kChunk, kk, kChunk);
-  product<Into::set>(n, kChunk, kDim, q, key_row, 1, flipped, kChunk, qk, kChunk);
+  multiply<Into::set>(n, kChunk, kDim, k, key_row, 1, flipped, kChunk, kk, kChunk);
+  multiply<Into::set>(n, kChunk, kDim, q, key_row, 1, flipped, kChunk, qk, kChunk);
   const size_t per_key = heads / p.key_heads;
   for (size_t h = kh * per_key; h < (kh + 1) * per_key; ++h) {
     const float* v = arg<float>(call, 2) + row0 * value_row + h * kDim;
@@ -258,8 +231,8 @@ void wy_chunk(const TwinCall& call, size_t row0, size_t n, size_t kh) {
     for (size_t i = 0; i < n; ++i) {
       float* row = decay + i * kChunk;
       for (size_t j = 0; j < kChunk; ++j) row[j] = j <= i ? float(sums[i] - sums[j]) : -104.0f;
-      for (size_t j = 0; j < kChunk; j += kLanes) {
-        store_lanes(row + j, exp_lanes(load_lanes(row + j)));
+      for (size_t j = 0; j < kChunk; j += kWide) {
+        store_vec(row + j, exp_vec(load_vec(row + j)));
       }
       float* scores = arg<float>(call, 7) + ((row0 + i) * heads + h) * kChunk;
       for (size_t j = 0; j < kChunk; ++j) {
@@ -268,25 +241,25 @@ void wy_chunk(const TwinCall& call, size_t row0, size_t n, size_t kh) {
       }
       const float grown = beta[i * heads] * std::exp(float(sums[i]));
       for (size_t c = 0; c < kDim; ++c) {
-        x[i * kWide + c] = grown * k[i * key_row + c];
-        x[i * kWide + kDim + c] = beta[i * heads] * v[i * value_row + c];
+        x[i * kBoth + c] = grown * k[i * key_row + c];
+        x[i * kBoth + kDim + c] = beta[i * heads] * v[i * value_row + c];
       }
     }
     // Forward substitution, 4 rows at a time: first all earlier rows, then the 4 among themselves.
-    for (size_t i0 = 0; i0 < n; i0 += kTileRows) {
-      const size_t m = std::min(kTileRows, n - i0);
-      product<Into::subtract>(m, kWide, i0, a + i0 * kChunk, kChunk, 1, x, kWide, x + i0 * kWide, kWide);
+    for (size_t i0 = 0; i0 < n; i0 += kStripRows) {
+      const size_t m = std::min(kStripRows, n - i0);
+      multiply<Into::subtract>(m, kBoth, i0, a + i0 * kChunk, kChunk, 1, x, kBoth, x + i0 * kBoth, kBoth);
       for (size_t i = i0 + 1; i < i0 + m; ++i) {
         for (size_t j = i0; j < i; ++j) {
           const float factor = a[i * kChunk + j];
-          for (size_t c = 0; c < kWide; ++c) x[i * kWide + c] -= factor * x[j * kWide + c];
+          for (size_t c = 0; c < kBoth; ++c) x[i * kBoth + c] -= factor * x[j * kBoth + c];
         }
       }
     }
     for (size_t i = 0; i < n; ++i) {
       const size_t to = (row0 + i) * value_row + h * kDim;
-      std::memcpy(arg<float>(call, 5) + to, x + i * kWide, kDim * sizeof(float));
-      std::memcpy(arg<float>(call, 6) + to, x + i * kWide + kDim, kDim * sizeof(float));
+      std::memcpy(arg<float>(call, 5) + to, x + i * kBoth, kDim * sizeof(float));
+      std::memcpy(arg<float>(call, 6) + to, x + i * kBoth + kDim, kDim * sizeof(float));
     }
   }
 }
@@ -313,19 +286,19 @@ void scan_columns(const TwinCall& call, size_t h, size_t v0) {
     for (size_t v = 0; v < kV; ++v) s[c * kV + v] = state_in[v * kDim + c];
   }
   for (size_t row0 = 0; row0 < p.rows; row0 += kChunk) {
-    const size_t n = std::min(kChunk, p.rows - row0);
+    const size_t n = std::min<size_t>(kChunk, p.rows - row0);
     double sums[kChunk];
     decay_sums(arg<float>(call, 2) + row0 * heads + h, n, heads, sums);
     for (size_t i = 0; i < n; ++i) {
       std::memcpy(d + i * kV, u + (row0 + i) * value_row, kV * sizeof(float));
     }
-    product<Into::subtract>(n, kV, kDim, w + row0 * value_row, value_row, 1, s, kV, d, kV);
-    product<Into::set>(n, kV, kDim, q + row0 * key_row, key_row, 1, s, kV, out, kV);
+    multiply<Into::subtract>(n, kV, kDim, w + row0 * value_row, value_row, 1, s, kV, d, kV);
+    multiply<Into::set>(n, kV, kDim, q + row0 * key_row, key_row, 1, s, kV, out, kV);
     for (size_t i = 0; i < n; ++i) {
       const float grown = std::exp(float(sums[i]));
       for (size_t v = 0; v < kV; ++v) out[i * kV + v] *= grown;
     }
-    product<Into::add>(n, kV, n, scores + row0 * heads * kChunk, heads * kChunk, 1, d, kV, out, kV, true);
+    multiply<Into::add>(n, kV, n, scores + row0 * heads * kChunk, heads * kChunk, 1, d, kV, out, kV, true);
     const float kept = std::exp(float(sums[n - 1]));
     for (size_t i = 0; i < n; ++i) {
       std::memcpy(o + (row0 + i) * value_row, out + i * kV, kV * sizeof(float));
@@ -333,7 +306,7 @@ void scan_columns(const TwinCall& call, size_t h, size_t v0) {
       for (size_t v = 0; v < kV; ++v) d[i * kV + v] *= rest;
     }
     for (size_t i = 0; i < kDim * kV; ++i) s[i] *= kept;
-    product<Into::add>(kDim, kV, n, k + row0 * key_row, 1, key_row, d, kV, s, kV);
+    multiply<Into::add>(kDim, kV, n, k + row0 * key_row, 1, key_row, d, kV, s, kV);
   }
   for (size_t v = 0; v < kV; ++v) {
     for (size_t c = 0; c < kDim; ++c) state_out[v * kDim + c] = s[c * kV + v];
@@ -420,7 +393,7 @@ void delta_prep(const TwinCall& call) {
       float* to = arg<float>(call, 6 + part) + h * kDim;
       ConvPast past;
       for (size_t i = 0; i < kKept; ++i) {
-        widen(r0 + i < kKept ? conv_in + (r0 + i) * channels + head * kDim
+        widen_head(r0 + i < kKept ? conv_in + (r0 + i) * channels + head * kDim
                              : proj + (r0 + i - kKept) * p.proj_stride + head * kDim,
               past.rows[i]);
       }
@@ -429,7 +402,7 @@ void delta_prep(const TwinCall& call) {
         float* y = to + r * own_heads * kDim;
         conv_row(past, at + head * kDim, arg<float>(call, 1) + 4 * head * kDim, y);
         if (part < 2) {
-          normalize(y, part == 0 ? kQueryScale : 1.0f);
+          normalize_head(y, part == 0 ? kQueryScale : 1.0f);
         } else {
           const float a = load(at, p.a_offset + h) + arg<float>(call, 3)[h];
           arg<float>(call, 9)[r * own_heads + h] = arg<float>(call, 2)[h] * softplus(a);
@@ -451,7 +424,7 @@ void delta_wy(const TwinCall& call) {
   const size_t chunks = (p.rows + kChunk - 1) / kChunk;
   parallel(call, chunks * p.key_heads, [&](size_t job) {
     const size_t row0 = job / p.key_heads * kChunk;
-    wy_chunk(call, row0, std::min(kChunk, p.rows - row0), job % p.key_heads);
+    wy_chunk(call, row0, std::min<size_t>(kChunk, p.rows - row0), job % p.key_heads);
   });
 }
 
@@ -471,11 +444,11 @@ void gated_norm(const TwinCall& call) {
       for (size_t h = 0; h < p.heads; ++h) {
         const float* o = arg<float>(call, 0) + (r * p.heads + h) * kDim;
         float gate[kDim];
-        widen(arg<Act>(call, 1) + r * p.proj_stride + p.z_offset + h * kDim, gate);
+        widen_head(arg<Act>(call, 1) + r * p.proj_stride + p.z_offset + h * kDim, gate);
         const float inv = 1.0f / std::sqrt(dot_head(o, o) / float(kDim) + p.eps);
-        for (size_t i = 0; i < kDim; i += kLanes) {
-          store_lanes(gate + i, load_lanes(o + i) * inv * load_lanes(gain + i) *
-                                    silu_lanes(load_lanes(gate + i)));
+        for (size_t i = 0; i < kDim; i += kWide) {
+          store_vec(gate + i, load_vec(o + i) * inv * load_vec(gain + i) *
+                                    silu_vec(load_vec(gate + i)));
         }
         Act* y = arg<Act>(call, 3) + (r * p.heads + h) * kDim;
         for (size_t i = 0; i < kDim; ++i) store(y, i, gate[i]);

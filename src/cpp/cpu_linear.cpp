@@ -5,7 +5,47 @@ namespace lily {
 namespace LILY_CPU_NS {
 namespace {
 
-constexpr uint32_t kBlock = 64;  // weight rows of one job
+using namespace matrix;
+
+constexpr uint32_t kBlock = 64;         // weight rows of a project job
+constexpr uint32_t kRowBlock = 480;     // vectors packed at a time: bounds the scratch memory
+constexpr uint32_t kPanelsPerJob = 8;   // of an expert
+static_assert(kRowBlock % kTileRows == 0);
+
+// Packs rows first .. first + count - 1, row(i) -> const Act*, tile after tile.
+template <typename Row>
+void pack_rows(uint32_t k, uint32_t count, Row&& row, float* packed) {
+  for (uint32_t r = 0; r < count; r += kTileRows) {
+    const uint32_t rows = count - r < kTileRows ? count - r : kTileRows;
+    pack_tile(k, rows, [&](uint32_t i) { return row(r + i); }, packed + size_t(r) * k);
+  }
+}
+
+// One panel of W times `count` packed rows; write(i, values) gets each row's kPanel outputs.
+template <typename Write>
+void multiply_panel(const Linear& w, uint32_t count, const float* packed, const float* panel,
+                    Write&& write) {
+  alignas(64) float out[kTileRows * kPanel];
+  for (uint32_t r = 0; r < count; r += kTileRows) {
+    const uint32_t rows = count - r < kTileRows ? count - r : kTileRows;
+    multiply_tile(rows, w.k, packed + size_t(r) * w.k, panel, out);
+    for (uint32_t i = 0; i < rows; ++i) write(r + i, out + i * kPanel);
+  }
+}
+
+// Outputs n0 .. n0 + columns - 1 of a row to y; y starts at the row's own output 0.
+template <typename Act>
+void write_outputs(uint32_t mode, const float* v, uint32_t n0, uint32_t columns, Act* y, float* y32) {
+  if (mode == kMatmulSwiglu) {
+    for (uint32_t i = 0; i < columns / 2; ++i) store(y, n0 / 2 + i, silu(v[2 * i]) * v[2 * i + 1]);
+  } else if (mode == kMatmulAdd) {
+    for (uint32_t i = 0; i < columns; ++i) store(y, n0 + i, load(y, n0 + i) + v[i]);
+  } else if (mode == kMatmulF32) {
+    for (uint32_t i = 0; i < columns; ++i) y32[n0 + i] = v[i];
+  } else {
+    for (uint32_t i = 0; i < columns; ++i) store(y, n0 + i, v[i]);
+  }
+}
 
 }  // namespace
 
@@ -18,27 +58,27 @@ void project(const TwinCall& call) {
   float* prepared = scratch(1, stride * rows);
   float inv[LILY_MAX_ROWS];
   with_act(call, [&](auto* tag) {
+    using Act = std::remove_pointer_t<decltype(tag)>;
     for (uint32_t r = 0; r < rows; ++r) {
-      const auto* from = reinterpret_cast<decltype(tag)>(call.args[2]) + size_t(r) * k;
+      const Act* from = arg<Act>(call, 2) + size_t(r) * k;
       for (uint32_t i = 0; i < k; ++i) x[i] = load(from, i) * gain[i];
       prepare(p.w, x, prepared + r * stride);
       float sum = 0.0f;
       for (uint32_t i = 0; i < p.ssq_parts; ++i) sum += ssq[size_t(r) * p.ssq_parts + i];
       inv[r] = 1.0f / std::sqrt(sum / float(k) + p.eps);
     }
-  });
-  parallel(call, (p.w.n + kBlock - 1) / kBlock, [&](size_t job) {
-    const uint32_t n0 = uint32_t(job) * kBlock, n1 = n0 + kBlock < p.w.n ? n0 + kBlock : p.w.n;
-    float y[LILY_MAX_ROWS * kBlock];
-    linear_rows(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), n0, n1, rows, prepared, y,
-                kBlock);
-    with_act(call, [&](auto* tag) {
+    parallel(call, (p.w.n + kBlock - 1) / kBlock, [&](size_t job) {
+      const uint32_t n0 = uint32_t(job) * kBlock;
+      const uint32_t columns = p.w.n - n0 < kBlock ? p.w.n - n0 : kBlock;
+      float y[LILY_MAX_ROWS * kBlock];
+      linear_rows(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), n0, n0 + columns, rows,
+                  prepared, y, kBlock);
       for (uint32_t r = 0; r < rows; ++r) {
         const size_t at = size_t(r) * p.y_stride + p.y_offset + n0;
-        for (uint32_t i = 0; i < n1 - n0; ++i) {
+        for (uint32_t i = 0; i < columns; ++i) {
           const float v = y[r * kBlock + i] * inv[r];
           if (p.out_f32) arg<float>(call, 5)[at + i] = v;
-          else store(reinterpret_cast<decltype(tag)>(call.args[5]), at + i, v);
+          else store(arg<Act>(call, 5), at + i, v);
         }
       }
     });
@@ -67,50 +107,57 @@ void rms_norm(const TwinCall& call) {
 
 void matmul(const TwinCall& call) {
   const Matmul& p = params<Matmul>(call);
-  const size_t stride = prepared_floats(p.w);
+  const uint32_t k = p.w.k;
   with_act(call, [&](auto* tag) {
     using Act = std::remove_pointer_t<decltype(tag)>;
-    parallel(call, p.rows, [&](size_t r) {
-      float* x = scratch(2, p.w.k);
-      float* prepared = scratch(3, stride);
-      float* v = scratch(4, p.w.n);
-      for (uint32_t i = 0; i < p.w.k; ++i) x[i] = load(arg<Act>(call, 2), r * p.w.k + i);
-      prepare(p.w, x, prepared);
-      linear_rows(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), 0, p.w.n, 1, prepared, v,
-                  p.w.n);
-      const size_t at = r * p.y_stride + p.y_offset;
-      Act* y = arg<Act>(call, 3);
-      for (uint32_t i = 0; i < p.w.n; ++i) {
-        if (p.mode == kMatmulAct) store(y, at + i, v[i]);
-        if (p.mode == kMatmulF32) arg<float>(call, 3)[at + i] = v[i];
-        if (p.mode == kMatmulAdd) store(y, at + i, load(y, at + i) + v[i]);
-        if (p.mode == kMatmulSwiglu && i % 2 == 0) store(y, at + i / 2, silu(v[i]) * v[i + 1]);
-      }
-    });
+    for (uint32_t m0 = 0; m0 < p.rows; m0 += kRowBlock) {
+      const uint32_t count = p.rows - m0 < kRowBlock ? p.rows - m0 : kRowBlock;
+      const Act* h = arg<Act>(call, 2) + size_t(m0) * k;
+      float* packed = scratch(0, size_t(count) * k);
+      pack_rows(k, count, [&](uint32_t r) { return h + size_t(r) * k; }, packed);
+      parallel(call, (p.w.n + kPanel - 1) / kPanel, [&](size_t job) {
+        const uint32_t n0 = uint32_t(job) * kPanel;
+        const uint32_t columns = p.w.n - n0 < kPanel ? p.w.n - n0 : kPanel;
+        float* panel = scratch(1, panel_floats(p.w));
+        unpack_panel(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), n0,
+                     scratch(2, panel_scales_floats(p.w)), panel);
+        multiply_panel(p.w, count, packed, panel, [&](uint32_t r, const float* v) {
+          const size_t at = size_t(m0 + r) * p.y_stride + p.y_offset;
+          write_outputs(p.mode, v, n0, columns, arg<Act>(call, 3) + at, arg<float>(call, 3) + at);
+        });
+      });
+    }
   });
 }
 
 void expert_matmul(const TwinCall& call) {
   const ExpertMatmul& p = params<ExpertMatmul>(call);
-  const size_t stride = prepared_floats(p.w);
+  const uint32_t k = p.w.k, columns = p.swiglu ? p.w.n / 2 : p.w.n;
   const uint32_t *order = arg<uint32_t>(call, 3), *offsets = arg<uint32_t>(call, 4);
+  const uint32_t span = kPanelsPerJob * kPanel, spans = (p.w.n + span - 1) / span;
   with_act(call, [&](auto* tag) {
     using Act = std::remove_pointer_t<decltype(tag)>;
-    parallel(call, p.experts, [&](size_t e) {
-      float* x = scratch(2, p.w.k);
-      float* prepared = scratch(3, stride);
-      float* v = scratch(4, p.w.n);
-      for (uint32_t i = offsets[e]; i < offsets[e + 1]; ++i) {
-        const uint32_t pair = order[i];
-        const Act* h = arg<Act>(call, 2) + size_t(p.swiglu ? pair / p.top_k : pair) * p.w.k;
-        for (uint32_t j = 0; j < p.w.k; ++j) x[j] = load(h, j);
-        prepare(p.w, x, prepared);
-        linear_rows(p.w, matrix_codes(p.w, arg<uint32_t>(call, 0), e),
-                    matrix_pairs(p.w, arg<uint32_t>(call, 1), e), 0, p.w.n, 1, prepared, v, p.w.n);
-        Act* y = arg<Act>(call, 6) + size_t(pair) * (p.swiglu ? p.w.n / 2 : p.w.n);
-        for (uint32_t j = 0; j < p.w.n; ++j) {
-          if (!p.swiglu) store(y, j, v[j]);
-          else if (j % 2 == 0) store(y, j / 2, silu(v[j]) * v[j + 1]);
+    parallel(call, size_t(p.experts) * spans, [&](size_t job) {
+      const size_t e = job / spans;
+      const uint32_t n_begin = uint32_t(job % spans) * span;
+      const uint32_t n_end = p.w.n - n_begin < span ? p.w.n : n_begin + span;
+      const uint32_t* codes = matrix_codes(p.w, arg<uint32_t>(call, 0), e);
+      const uint32_t* pairs = matrix_pairs(p.w, arg<uint32_t>(call, 1), e);
+      for (uint32_t m0 = offsets[e]; m0 < offsets[e + 1]; m0 += kRowBlock) {
+        const uint32_t left = offsets[e + 1] - m0, count = left < kRowBlock ? left : kRowBlock;
+        float* packed = scratch(0, size_t(count) * k);
+        pack_rows(k, count, [&](uint32_t r) {
+          const uint32_t pair = order[m0 + r];
+          return arg<Act>(call, 2) + size_t(p.swiglu ? pair / p.top_k : pair) * k;
+        }, packed);
+        for (uint32_t n0 = n_begin; n0 < n_end; n0 += kPanel) {
+          float* panel = scratch(1, panel_floats(p.w));
+          unpack_panel(p.w, codes, pairs, n0, scratch(2, panel_scales_floats(p.w)), panel);
+          multiply_panel(p.w, count, packed, panel, [&](uint32_t r, const float* v) {
+            Act* y = arg<Act>(call, 6) + size_t(order[m0 + r]) * columns;
+            write_outputs(p.swiglu ? uint32_t(kMatmulSwiglu) : uint32_t(kMatmulAct), v, n0,
+                          n_end - n0 < kPanel ? n_end - n0 : kPanel, y, static_cast<float*>(nullptr));
+          });
         }
       }
     });

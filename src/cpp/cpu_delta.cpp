@@ -8,6 +8,9 @@ namespace lily {
 namespace LILY_CPU_NS {
 namespace {
 
+using matrix::as_float, matrix::broadcast, matrix::load_vec, matrix::store_vec, matrix::sum_lanes;
+using matrix::kWide, matrix::VecF, matrix::VecI, matrix::VecU;
+
 // e^x as the kernels compute it: x = n ln 2 + r, Taylor in r, scaled by two powers of two.
 inline VecF exp_vec(VecF x) {
   const VecF low = broadcast(-104.0f), high = broadcast(89.0f);

@@ -137,6 +137,8 @@ sim::Call resolve(const Launch& launch, const Tensor& params, LaunchRecord& reco
     p.elements = launch.params_size / 4;
     call.declared.push_back(declare(in(p), "params"));
     call.declared.back().counted = false;
+    call.params = call.declared.back().begin;
+    call.params_size = launch.params_size;
     bind(p);
   }
   if (launch.step.access != Access::none) {

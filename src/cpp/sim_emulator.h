@@ -29,6 +29,8 @@ struct Call {
   std::string name;
   Grid grid;
   std::array<void*, kMaxArgs> args = {};
+  uintptr_t params = 0;
+  uint64_t params_size = 0;
   std::vector<Declared> declared;
 };
 
@@ -51,34 +53,35 @@ struct Random {
 // ---- threads as fibers --------------------------------------------------------------------------
 struct Lane {
   void* stack_pointer;
-  uintptr_t stack;  // its lowest address
-  uint32_t thread;  // in the group
-  uint32_t slot;    // its bit in its simdgroup's `ready`
-  // Its part in the collective it waits in; the result of a shuffle comes back in `value`.
+  uintptr_t stack;    // its lowest address
+  uint32_t thread;    // in the group
+  uint32_t slot;      // its bit in its simdgroup's `ready`
   const char* waits;  // the call it waits in; null when it has ended
-  const void* site;
-  uint32_t value, argument;
-  float* tile;
+  const void* site;   // where that call is
+  float* tile;        // its part of a tile collective
   float* rows;
 };
 
-// What all lanes of a simdgroup must agree on when they meet.
-struct Meeting {
-  const char* name;
-  const void* site;
-  uint32_t op, m, n, k, lda, ldb;
+// Operands of a tile collective, on which the lanes must agree.
+struct TileCall {
+  uint32_t m, n, k;
   const void* a;
   const void* b;
-  bool operator==(const Meeting&) const = default;
+  uint32_t lda, ldb;
+  bool transposed, bf16;
+  bool operator==(const TileCall&) const = default;
 };
 
 struct Simd {
   uint32_t ready;  // slots of the lanes that can run
   uint32_t arrived;
+  const char* call;  // the first arrival's: name, site, thread and operands
+  const void* site;
+  uint32_t first;
+  TileCall tile;
   uint32_t moment[2];  // of its last synchronisation, per space
   std::array<uint8_t, kLanes> lane_of;  // slot -> lane
-  Meeting meeting;     // what the first arrival called
-  uint32_t first;      // its thread
+  std::array<uint32_t, kLanes> given, argument, result;  // of a shuffle, by lane
 };
 
 struct TileMap {
@@ -98,6 +101,9 @@ struct Emulator {
   // Read by every access.
   uintptr_t stack = 0;  // of the lane that runs
   uint64_t tag = 0;     // of the launch
+  // Params are read all the time, are initialised and never written: only their bounds are checked.
+  // params_last[i]: offsets at which a read of 2^i bytes may begin.
+  uintptr_t params = 0, params_last[5] = {};
   Lane* lane = nullptr;
   Simd* simd = nullptr;
   Clock clock;

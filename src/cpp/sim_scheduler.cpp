@@ -80,7 +80,13 @@ constexpr size_t kFrameWords = 20, kReturnWord = 11;
 namespace lily::sim {
 namespace {
 
+// Names of calls; also their identity.
 constexpr const char* kBarrier = "threadgroup_barrier";
+constexpr const char* kSimdBarrier = "simdgroup_barrier";
+constexpr const char* kTileProduct = "tile_mma";
+constexpr const char* kTileMax = "tile_row_max";
+constexpr const char* kTileSum = "tile_row_sum";
+constexpr const char* kShuffles[] = {"simd_shuffle_xor", "simd_shuffle", "simd_shuffle_up", "simd_shuffle_down"};
 constexpr size_t kGuard = 16384;  // a page of any supported system
 
 uint32_t bit_of(uint32_t slot) { return 1u << slot; }
@@ -141,24 +147,30 @@ uint32_t new_moment() {
 }
 
 // ---- meetings of a simdgroup --------------------------------------------------------------------
+[[noreturn]] void fail_meeting(FaultKind kind, const char* call) {
+  Fault fault;
+  fault.kind = kind;
+  fault.text = call;
+  fault.other_thread = emulator.simd->first;
+  fault.other_text = emulator.simd->call;
+  fail(fault);
+}
 // True in the last lane to arrive, when it may compute for all; the others have waited until then.
-bool meet(const Meeting& meeting) {
+inline bool meet(const char* call, const void* site, const TileCall* tile = nullptr) {
   Emulator& e = emulator;
   Simd& s = *e.simd;
   if (s.arrived == 0) {
-    s.meeting = meeting;
+    s.call = call;
+    s.site = site;
     s.first = e.lane->thread;
-  } else if (!(s.meeting == meeting)) {
-    Fault fault;
-    const bool same_call = s.meeting.site == meeting.site && s.meeting.op == meeting.op;
-    fault.kind = same_call ? FaultKind::tile_operands : FaultKind::collective;
-    fault.text = meeting.name;
-    fault.other_thread = s.first;
-    fault.other_text = s.meeting.name;
-    fail(fault);
+    if (tile) s.tile = *tile;
+  } else if (s.site != site || s.call != call) {
+    fail_meeting(FaultKind::collective, call);
+  } else if (tile && !(s.tile == *tile)) {
+    fail_meeting(FaultKind::tile_operands, call);
   }
   const bool last = ++s.arrived == kLanes;
-  block(meeting.name, meeting.site);
+  block(call, site);
   if (!last) run_next();
   return last;
 }
@@ -335,6 +347,10 @@ Touched run(const Call& call, uint64_t seed) {
   e.map = nullptr;
   e.maps.clear();
   build_ranges(call);
+  e.params = call.params;
+  for (uint32_t i = 0; i < 5; ++i) {
+    e.params_last[i] = call.params_size >> i ? call.params_size - (1u << i) + 1 : 0;
+  }
   static Range nowhere;
   e.site.fill(&nowhere);
   const uint64_t groups = uint64_t(call.grid.x) * call.grid.y * call.grid.z;
@@ -414,11 +430,10 @@ void read_operand(const void* from, uint32_t rows, uint32_t columns, uint32_t ld
   }
 }
 
-void multiply(const Meeting& t) {
+void multiply(const TileCall& t) {
   Emulator& e = emulator;
-  const bool transposed = t.op & 1, bf16 = t.op & 2;
-  read_operand(t.a, t.m, t.k, t.lda, bf16, e.tile_a);
-  read_operand(t.b, transposed ? t.n : t.k, transposed ? t.k : t.n, t.ldb, bf16, e.tile_b);
+  read_operand(t.a, t.m, t.k, t.lda, t.bf16, e.tile_a);
+  read_operand(t.b, t.transposed ? t.n : t.k, t.transposed ? t.k : t.n, t.ldb, t.bf16, e.tile_b);
   const TileMap& map = tile_map(t.m, t.n);
   const uint32_t size = t.m * t.n / kLanes;
   e.tile_c.resize(size_t(t.m) * t.n + t.n * t.k);
@@ -431,7 +446,7 @@ void multiply(const Meeting& t) {
     }
   }
   const float* b = e.tile_b.data();
-  if (transposed) {  // [n][k] -> [k][n], so that the inner loop runs over columns
+  if (t.transposed) {  // [n][k] -> [k][n], so that the inner loop runs over columns
     float* turned = c + size_t(t.m) * t.n;
     for (uint32_t j = 0; j < t.n; ++j) {
       for (uint32_t k = 0; k < t.k; ++k) turned[size_t(k) * t.n + j] = b[size_t(j) * t.k + k];
@@ -454,9 +469,8 @@ void multiply(const Meeting& t) {
   }
 }
 
-void reduce_rows(const Meeting& t) {
+void reduce_rows(const TileCall& t, bool is_max) {
   Emulator& e = emulator;
-  const bool is_max = t.op & 1;
   const TileMap& map = tile_map(t.m, t.n);
   const uint32_t size = t.m * t.n / kLanes;
   e.tile_c.resize(size_t(t.m) * t.n);
@@ -473,18 +487,49 @@ void reduce_rows(const Meeting& t) {
   for (uint32_t i = 0; i < t.m * t.n; ++i) lanes[i / size].rows[i % size] = e.tile_a[map.at[i] >> 16];
 }
 
-constexpr const char* kShuffles[] = {"simd_shuffle_xor", "simd_shuffle", "simd_shuffle_up", "simd_shuffle_down"};
 constexpr uint32_t kOutOfSimd = 0xffffffffu;  // undefined on Metal: a NaN
 
-void shuffle(uint32_t op) {
-  Lane* lanes = lanes_of_simd();
-  uint32_t given[kLanes];
-  for (uint32_t l = 0; l < kLanes; ++l) given[l] = lanes[l].value;
-  for (uint32_t l = 0; l < kLanes; ++l) {
-    const uint32_t a = lanes[l].argument;
-    const uint32_t from = op == 0 ? l ^ a : op == 1 ? a : op == 2 ? l - a : l + a;
-    lanes[l].value = from < kLanes ? given[from] : kOutOfSimd;
+void shuffle(int op) {
+  Simd& s = *emulator.simd;
+  const auto take = [&s](auto from) {
+    for (uint32_t l = 0; l < kLanes; ++l) {
+      const uint32_t lane = from(l, s.argument[l]);
+      s.result[l] = lane < kLanes ? s.given[lane] : kOutOfSimd;
+    }
+  };
+  switch (op) {
+    case 0: return take([](uint32_t l, uint32_t a) { return l ^ a; });
+    case 1: return take([](uint32_t, uint32_t a) { return a; });
+    case 2: return take([](uint32_t l, uint32_t a) { return l - a; });
+    default: return take([](uint32_t l, uint32_t a) { return l + a; });
   }
+}
+
+constexpr const char* kReductions[] = {"simd_sum", "simd_max", "simd_min"};
+
+// The same butterfly as on a GPU: all lanes end with the same bits.
+template <typename T, typename Combine>
+void butterfly(Combine combine) {
+  Simd& s = *emulator.simd;
+  for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2) {
+    std::array<uint32_t, kLanes> next;
+    for (uint32_t l = 0; l < kLanes; ++l) {
+      T mine, other;
+      std::memcpy(&mine, &s.given[l], 4);
+      std::memcpy(&other, &s.given[l ^ offset], 4);
+      const T both = combine(mine, other);
+      std::memcpy(&next[l], &both, 4);
+    }
+    s.given = next;
+  }
+  s.result = s.given;
+}
+template <typename T>
+void reduce_lanes(int op) {
+  if (op == 0) return butterfly<T>([](T a, T b) { return T(a + b); });
+  // NaNs lose, as in metal_stdlib.
+  if (op == 1) return butterfly<T>([](T a, T b) { return a > b || b != b ? a : b; });
+  return butterfly<T>([](T a, T b) { return a < b || b != b ? a : b; });
 }
 
 }  // namespace
@@ -537,7 +582,7 @@ LILY_CALL void lily_sim_barrier(int flags) {
 }
 
 LILY_CALL void lily_sim_simd_barrier(int flags) {
-  if (!sim::meet({"simdgroup_barrier", LILY_SITE, 0, 0, 0, 0, 0, 0, nullptr, nullptr})) return;
+  if (!sim::meet(sim::kSimdBarrier, LILY_SITE)) return;
   const uint32_t moment = sim::new_moment();
   for (uint32_t space = 0; space < 2; ++space) {
     if (flags & 1 << space) emulator.simd->moment[space] = moment;
@@ -546,22 +591,38 @@ LILY_CALL void lily_sim_simd_barrier(int flags) {
 }
 
 LILY_CALL uint32_t lily_sim_shuffle(uint32_t value, uint32_t argument, int op) {
-  sim::Lane& lane = *emulator.lane;
-  if (argument >= sim::kLanes) {
+  sim::Emulator& e = emulator;
+  if (argument >= sim::kLanes) [[unlikely]] {
     Fault fault;
     fault.kind = FaultKind::lane_index;
     fault.text = sim::kShuffles[op];
     fault.size = argument;
     sim::fail(fault);
   }
-  lane.value = value;
-  lane.argument = argument;
-  if (sim::meet({sim::kShuffles[op], LILY_SITE, uint32_t(op), 0, 0, 0, 0, 0, nullptr, nullptr})) {
-    sim::shuffle(uint32_t(op));
+  const uint32_t lane = e.lane->thread % sim::kLanes;
+  e.simd->given[lane] = value;
+  e.simd->argument[lane] = argument;
+  if (sim::meet(sim::kShuffles[op], LILY_SITE)) {
+    sim::shuffle(op);
     sim::part();
   }
-  return lane.value;
+  return e.simd->result[lane];
 }
+
+template <typename T>
+static inline T reduce_in_simd(T value, int op, const void* site) {
+  sim::Emulator& e = emulator;
+  const uint32_t lane = e.lane->thread % sim::kLanes;
+  std::memcpy(&e.simd->given[lane], &value, 4);
+  if (sim::meet(sim::kReductions[op], site)) {
+    sim::reduce_lanes<T>(op);
+    sim::part();
+  }
+  std::memcpy(&value, &e.simd->result[lane], 4);
+  return value;
+}
+LILY_CALL float lily_sim_reduce_float(float value, int op) { return reduce_in_simd(value, op, LILY_SITE); }
+LILY_CALL uint32_t lily_sim_reduce_uint(uint32_t value, int op) { return reduce_in_simd(value, op, LILY_SITE); }
 
 LILY_CALL uint32_t lily_sim_atomic_add(uint32_t* at, uint32_t value) {
   sim::touch_atomic(reinterpret_cast<uintptr_t>(at), true, true);
@@ -628,18 +689,16 @@ LILY_CALL uint32_t lily_sim_tile_map(uint32_t m, uint32_t n, uint32_t i) {
 LILY_CALL void lily_sim_tile_mma(float* v, uint32_t m, uint32_t n, uint32_t k, const void* a, uint32_t lda,
                                  const void* b, uint32_t ldb, int transposed, int bf16) {
   emulator.lane->tile = v;
-  const uint32_t op = uint32_t(transposed) | uint32_t(bf16) << 1;
-  if (!sim::meet({"tile_mma", LILY_SITE, op, m, n, k, lda, ldb, a, b})) return;
-  sim::multiply(emulator.simd->meeting);
+  const sim::TileCall call = {m, n, k, a, b, lda, ldb, transposed != 0, bf16 != 0};
+  if (!sim::meet(sim::kTileProduct, LILY_SITE, &call)) return;
+  sim::multiply(call);
   sim::part();
 }
 LILY_CALL void lily_sim_tile_reduce(const float* v, uint32_t m, uint32_t n, int is_max, float* out) {
   emulator.lane->tile = const_cast<float*>(v);
   emulator.lane->rows = out;
-  if (!sim::meet({is_max ? "tile_row_max" : "tile_row_sum", LILY_SITE, uint32_t(is_max), m, n, 0, 0, 0, nullptr,
-                  nullptr})) {
-    return;
-  }
-  sim::reduce_rows(emulator.simd->meeting);
+  const sim::TileCall call = {m, n, 0, nullptr, nullptr, 0, 0, false, false};
+  if (!sim::meet(is_max ? sim::kTileMax : sim::kTileSum, LILY_SITE, &call)) return;
+  sim::reduce_rows(call, is_max != 0);
   sim::part();
 }

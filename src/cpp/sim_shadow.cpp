@@ -229,6 +229,7 @@ template <unsigned N, bool WRITE>
 LILY_INLINE void access(uintptr_t at, const void* caller) {
   Emulator& e = emulator;
   if (at - e.stack < kStackBytes) return;
+  if (!WRITE && at - e.params < e.params_last[__builtin_ctz(N)]) return;
   const uintptr_t c = reinterpret_cast<uintptr_t>(caller);
   const size_t site = (c ^ c >> 11) % kSites;
   Range* range = e.site[site];

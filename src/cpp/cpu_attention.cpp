@@ -10,63 +10,51 @@ namespace {
 constexpr uint32_t kDim = LILY_HEAD_DIM, kSplit = LILY_KV_BLOCK, kPartial = LILY_PARTIAL;
 constexpr uint32_t kMaxRatio = 16;  // query heads of a KV head
 
-// ---- vectors of the instruction set's width -----------------------------------------------------
-#if defined(__AVX512F__)
-constexpr uint32_t kWidth = 16;
-#elif defined(__AVX__)
-constexpr uint32_t kWidth = 8;
-#else
-constexpr uint32_t kWidth = 4;
-#endif
-typedef float Vec __attribute__((vector_size(kWidth * 4)));
-typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
-typedef float LooseVec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+using matrix::broadcast;
+using matrix::kWide;
+using matrix::load_vec;
+using matrix::store_vec;
+using matrix::sum_lanes;
+using matrix::VecF;
+using matrix::VecI;
 
-inline Vec load_vec(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
-inline void store_vec(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
-inline float sum_vec(Vec v) {
-  float t[kWidth];
-  store_vec(t, v);
-  for (uint32_t w = kWidth / 2; w; w /= 2) {
-    for (uint32_t i = 0; i < w; ++i) t[i] += t[i + w];
-  }
-  return t[0];
-}
+// ---- softmax ------------------------------------------------------------------------------------
+// The largest of n values, a multiple of the width, and top.
 inline float max_of(const float* p, uint32_t n, float top) {
-  Vec best = load_vec(p);
-  for (uint32_t i = kWidth; i < n; i += kWidth) {
-    const Vec v = load_vec(p + i);
+  VecF best = load_vec(p);
+  for (uint32_t i = kWide; i < n; i += kWide) {
+    const VecF v = load_vec(p + i);
     best = v > best ? v : best;
   }
-  for (uint32_t i = 0; i < kWidth; ++i) top = best[i] > top ? best[i] : top;
+  for (uint32_t i = 0; i < kWide; ++i) top = best[i] > top ? best[i] : top;
   return top;
 }
 // e^x for x <= 88; 0 below -87. n = x / ln 2 rounded by adding 1.5 * 2^23, whose low bits then hold n.
-inline Vec exp_vec(Vec x) {
-  const Vec least = Vec{} - 87.0f;
-  const Vec c = x > least ? x : least;
-  const Vec shifted = c * 1.44269504f + 12582912.0f;
-  const Vec n = shifted - 12582912.0f;
-  const Vec r = c - n * 0.693145752f - n * 1.42860677e-6f;
-  Vec e = r * (1.0f / 5040.0f) + 1.0f / 720.0f;
+inline VecF exp_vec(VecF x) {
+  const VecF least = broadcast(-87.0f);
+  const VecF c = x > least ? x : least;
+  const VecF shifted = c * 1.44269504f + 12582912.0f;
+  const VecF n = shifted - 12582912.0f;
+  const VecF r = c - n * 0.693145752f - n * 1.42860677e-6f;
+  VecF e = r * (1.0f / 5040.0f) + 1.0f / 720.0f;
   e = e * r + 1.0f / 120.0f;
   e = e * r + 1.0f / 24.0f;
   e = e * r + 1.0f / 6.0f;
   e = e * r + 0.5f;
   e = e * r + 1.0f;
   e = e * r + 1.0f;
-  const IntVec power = (reinterpret_cast<IntVec>(shifted) - 0x4b400000 + 127) << 23;
-  return x > least ? e * reinterpret_cast<Vec>(power) : Vec{};
+  const VecI power = (reinterpret_cast<VecI>(shifted) - 0x4b400000 + 127) << 23;
+  return x > least ? e * reinterpret_cast<VecF>(power) : VecF{};
 }
 // p[i] = e^(p[i] - top) for n values, a multiple of the width; their sum.
 inline float exp_sum(float* p, uint32_t n, float top) {
-  Vec sum = {};
-  for (uint32_t i = 0; i < n; i += kWidth) {
-    const Vec e = exp_vec(load_vec(p + i) - top);
+  VecF sum = {};
+  for (uint32_t i = 0; i < n; i += kWide) {
+    const VecF e = exp_vec(load_vec(p + i) - top);
     store_vec(p + i, e);
     sum += e;
   }
-  return sum_vec(sum);
+  return sum_lanes(sum);
 }
 
 template <typename Act>
@@ -92,9 +80,9 @@ template <typename Act>
 __attribute__((noinline)) void norm_rope(const Act* x, const float* gain, const Turn& turn,
                                          uint32_t rotary, float eps, float* y) {
   to_floats(x, y);
-  Vec sum = {};
-  for (uint32_t i = 0; i < kDim; i += kWidth) sum += load_vec(y + i) * load_vec(y + i);
-  const float inv = 1.0f / std::sqrt(sum_vec(sum) / float(kDim) + eps);
+  VecF sum = {};
+  for (uint32_t i = 0; i < kDim; i += kWide) sum += load_vec(y + i) * load_vec(y + i);
+  const float inv = 1.0f / std::sqrt(sum_lanes(sum) / float(kDim) + eps);
   for (uint32_t i = 0; i < kDim; ++i) y[i] = y[i] * inv * gain[i];
   const uint32_t pairs = rotary / 2;
   for (uint32_t i = 0; i < pairs; ++i) {
@@ -162,12 +150,12 @@ void step_split(const TwinCall& call, uint32_t row, uint32_t kv_head, uint32_t s
       }
     }
     for (uint32_t h = 0; h < ratio; ++h) {
-      Vec dot[kKeys] = {};
-      for (uint32_t d = 0; d < kDim; d += kWidth) {
-        const Vec qd = load_vec(q[h] + d);
+      VecF dot[kKeys] = {};
+      for (uint32_t d = 0; d < kDim; d += kWide) {
+        const VecF qd = load_vec(q[h] + d);
         for (uint32_t j = 0; j < kKeys; ++j) dot[j] += qd * load_vec(rows[j] + d);
       }
-      for (uint32_t j = 0; j < kKeys; ++j) scores[h][b + j] = sum_vec(dot[j]);
+      for (uint32_t j = 0; j < kKeys; ++j) scores[h][b + j] = sum_lanes(dot[j]);
     }
   }
 
@@ -188,8 +176,8 @@ void step_split(const TwinCall& call, uint32_t row, uint32_t kv_head, uint32_t s
     }
     for (uint32_t h = 0; h < ratio; ++h) {
       const float* w = scores[h] + b;
-      for (uint32_t d = 0; d < kDim; d += kWidth) {
-        Vec a = load_vec(acc[h] + d);
+      for (uint32_t d = 0; d < kDim; d += kWide) {
+        VecF a = load_vec(acc[h] + d);
         for (uint32_t j = 0; j < kKeys; ++j) a += w[j] * load_vec(rows[j] + d);
         store_vec(acc[h] + d, a);
       }
@@ -227,9 +215,9 @@ void gated(const float* o, float total, const Act* gate, float* y) {
   alignas(64) float g[kDim];
   to_floats(gate, g);
   const float inv = 1.0f / total;
-  for (uint32_t d = 0; d < kDim; d += kWidth) {
+  for (uint32_t d = 0; d < kDim; d += kWide) {
     // Beyond +-80 the sigmoid is 1 or 0 to fp32; the bound keeps exp in range.
-    const Vec x = Vec{} - load_vec(g + d), most = Vec{} + 80.0f;
+    const VecF x = -load_vec(g + d), most = broadcast(80.0f);
     store_vec(y + d, load_vec(o + d) * inv / (exp_vec(x < most ? x : most) + 1.0f));
   }
 }
@@ -237,8 +225,8 @@ void gated(const float* o, float total, const Act* gate, float* y) {
 // ---- flash --------------------------------------------------------------------------------------
 // A job takes up to kRows (query, head) pairs of one KV head over all their keys, kBlock at a time.
 // Both products are C[rows][n] += A[rows][k] B[k][n] with B packed in panels of kPanel columns.
-constexpr uint32_t kRows = 64, kBlock = 64, kPanel = 2 * kWidth;
-constexpr uint32_t kTileRows = kWidth == 16 ? 8 : 4;  // accumulators that fit the registers
+constexpr uint32_t kRows = 64, kBlock = 64, kPanel = 2 * kWide;
+constexpr uint32_t kTileRows = kWide == 16 ? 8 : 4;  // accumulators that fit the registers
 
 void multiply(const float* a, uint32_t lda, const float* b, float* c, uint32_t ldc, uint32_t rows,
               uint32_t n, uint32_t k) {
@@ -246,12 +234,12 @@ void multiply(const float* a, uint32_t lda, const float* b, float* c, uint32_t l
     for (uint32_t r = 0; r < rows; r += kTileRows) {
       const float* ar = a + size_t(r) * lda;
       float* cr = c + size_t(r) * ldc + n0;
-      Vec acc[kTileRows][2];
+      VecF acc[kTileRows][2];
       for (uint32_t i = 0; i < kTileRows; ++i) {
-        for (uint32_t j = 0; j < 2; ++j) acc[i][j] = load_vec(cr + size_t(i) * ldc + j * kWidth);
+        for (uint32_t j = 0; j < 2; ++j) acc[i][j] = load_vec(cr + size_t(i) * ldc + j * kWide);
       }
       for (uint32_t x = 0; x < k; ++x) {
-        const Vec b0 = load_vec(b + size_t(x) * kPanel), b1 = load_vec(b + size_t(x) * kPanel + kWidth);
+        const VecF b0 = load_vec(b + size_t(x) * kPanel), b1 = load_vec(b + size_t(x) * kPanel + kWide);
         for (uint32_t i = 0; i < kTileRows; ++i) {
           const float ai = ar[size_t(i) * lda + x];
           acc[i][0] += ai * b0;
@@ -259,7 +247,7 @@ void multiply(const float* a, uint32_t lda, const float* b, float* c, uint32_t l
         }
       }
       for (uint32_t i = 0; i < kTileRows; ++i) {
-        for (uint32_t j = 0; j < 2; ++j) store_vec(cr + size_t(i) * ldc + j * kWidth, acc[i][j]);
+        for (uint32_t j = 0; j < 2; ++j) store_vec(cr + size_t(i) * ldc + j * kWide, acc[i][j]);
       }
     }
   }

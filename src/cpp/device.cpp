@@ -86,7 +86,12 @@ struct Factory {
   const char* name;
   DeviceRef (*make)(bool exact, std::string& why);
 };
-constexpr Factory kFactories[] = {{"cuda", make_cuda}, {"cpu", make_cpu}, {"sim", make_sim}};
+DeviceRef make_metal(bool, std::string& why) {
+  why = "this build has no Metal device yet";
+  return nullptr;
+}
+constexpr Factory kFactories[] = {
+    {"metal", make_metal}, {"cuda", make_cuda}, {"cpu", make_cpu}, {"sim", make_sim}};
 }  // namespace
 
 std::vector<DeviceStatus> device_statuses() {
@@ -96,7 +101,6 @@ std::vector<DeviceStatus> device_statuses() {
     const DeviceRef device = f.make(false, why);
     all.push_back({f.name, device != nullptr, device ? device->description() : why});
   }
-  all.push_back({"metal", false, "this build has no Metal device yet"});
   return all;
 }
 
@@ -108,7 +112,7 @@ DeviceRef make_device(const std::string& name, bool exact) {
     check(device != nullptr, "device ", name, " does not exist here: ", why);
     return device;
   }
-  throw std::invalid_argument(concat("device \"", name, "\" is unknown; known: cpu, sim, cuda"));
+  throw std::invalid_argument(concat("device \"", name, "\" is unknown; known: metal, cuda, cpu, sim"));
 }
 
 }  // namespace lily

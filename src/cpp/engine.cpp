@@ -73,34 +73,37 @@ uint64_t KvPool::generation() const {
 // ---- Engine --------------------------------------------------------------------------------------
 namespace {
 
+// Tokens of one session: as asked, or for 0 what the model allows and the device's memory holds.
 // Refused before anything is allocated, with both numbers.
-Weights load_within_memory(Device& device, const LoadTable& table, uint32_t max_context, uint32_t chunk,
-                           const Progress& progress) {
+uint32_t fitting_context(const Device& device, const LoadTable& table, uint32_t asked, uint32_t chunk) {
   const Config& c = table.config;
+  if (asked > c.max_position) {
+    throw std::invalid_argument(concat("max_context is ", asked, ", the model takes 1 to ", c.max_position));
+  }
   const uint64_t weights = weight_arena_bytes(table);
   const uint64_t scratch = chunk * PrefillScratch::bytes_per_row(c, device.act());
-  const uint64_t kv = (uint64_t(max_context) + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK * kv_block_bytes(c, device.act());
-  const uint64_t need = weights + scratch + kv;
-  check(device.allocated() + need <= device.memory_limit(), "the model needs ", need, " bytes (weights ", weights,
-        ", scratch ", scratch, ", KV for ", max_context, " tokens ", kv, "), ", device.name(), " has ",
-        device.memory_limit() - std::min(device.memory_limit(), device.allocated()), " left");
-  return load_weights(device, table, progress);
+  const uint64_t block = std::max<uint64_t>(1, kv_block_bytes(c, device.act()));
+  const uint64_t limit = device.memory_limit(), left = limit - std::min(limit, device.allocated());
+  const uint64_t blocks = left > weights + scratch ? (left - weights - scratch) / block : 0;
+  const uint64_t fits = std::min<uint64_t>(blocks * LILY_KV_BLOCK, c.max_position);
+  const uint32_t context = asked ? asked : uint32_t(std::max<uint64_t>(fits, 1));
+  const uint64_t kv = (uint64_t(context) + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK * block;
+  check(context <= fits, "the model needs ", weights + scratch + kv, " bytes (weights ", weights, ", scratch ",
+        scratch, ", KV for ", context, " tokens ", kv, "), ", device.name(), " has ", left, " left");
+  return context;
 }
 
 }  // namespace
 
 Engine::Engine(DeviceRef device_, const LoadTable& table, uint32_t max_context_, const Progress& progress)
-    : device(std::move(device_)), config(table.config), max_context(max_context_),
+    : device(std::move(device_)), config(table.config),
+      max_context(fitting_context(*device, table, max_context_, chunk_rows(*device, table.config))),
       chunk(chunk_rows(*device, table.config)),
-      model(device, table.config, load_within_memory(*device, table, max_context_, chunk, progress)),
+      model(device, table.config, load_weights(*device, table, progress)),
       kv(device, std::max<uint64_t>(16, kv_block_bytes(config, device->act())),
          std::max<uint64_t>(1, (device->memory_limit() - std::min(device->memory_limit(), device->allocated())) /
                                    std::max<uint64_t>(16, kv_block_bytes(config, device->act())))),
-      weight_bytes_(weight_arena_bytes(table)) {
-  if (max_context == 0 || max_context > config.max_position) {
-    throw std::invalid_argument(concat("max_context is ", max_context, ", the model takes 1 to ", config.max_position));
-  }
-}
+      weight_bytes_(weight_arena_bytes(table)) {}
 
 PrefillScratch& Engine::prefill_scratch(std::unique_lock<std::mutex>& lock) {
   lock = std::unique_lock<std::mutex>(prefill_mutex_);

@@ -51,6 +51,7 @@ struct MemoryTable {  // bytes
 // Const after construction except for the KV pool, which locks. One device queue serves all sessions.
 class Engine {
  public:
+  // max_context 0: what the model allows and the device's memory holds.
   Engine(DeviceRef device, const LoadTable& table, uint32_t max_context, const Progress& progress);
   const DeviceRef device;
   const Config config;

@@ -57,14 +57,20 @@ inline VecU lanes() {
   for (uint32_t i = 0; i < kWide; ++i) v[i] = i;
   return v;
 }
-// In halves, so always in the same order.
+// In halves, so always in the same order; by recursion, which stays in registers where a loop over
+// the halves goes through memory.
+template <uint32_t N>
+inline float sum_halves(float (&part)[kWide]) {
+  if constexpr (N > 1) {
+    for (uint32_t i = 0; i < N / 2; ++i) part[i] += part[i + N / 2];
+    return sum_halves<N / 2>(part);
+  }
+  return part[0];
+}
 inline float sum_lanes(VecF v) {
   float part[kWide];
   store_vec(part, v);
-  for (uint32_t half = kWide / 2; half; half /= 2) {
-    for (uint32_t i = 0; i < half; ++i) part[i] += part[i + half];
-  }
-  return part[0];
+  return sum_halves<kWide>(part);
 }
 
 #ifdef __AVX512F__

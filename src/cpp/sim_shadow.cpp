@@ -115,9 +115,15 @@ struct How {  // constants at every use
 LILY_INLINE void check_order(Stamps& stamps, uintptr_t at, unsigned n, Space space, How how) {
   const Emulator& e = emulator;
   const uint32_t moment = e.simd->moment[space] << kMomentShift;
-  const uint32_t mine = how.by_simd  ? moment | kMany | e.lane->thread / kLanes
+  const uint32_t simd = e.lane->thread / kLanes;
+  const uint32_t many = moment | kMany | simd;
+  const uint32_t mine = how.by_simd  ? many
                         : how.atomic ? moment | kAtomic | e.lane->thread
-                                   : moment | e.lane->thread;
+                                     : moment | e.lane->thread;
+  const uint32_t many_simds = e.clock.barrier[space] << kMomentShift | kMany | kManySimds;
+  // Most stamps that an access meets are its own, or of this group and a barrier ago.
+  const uint32_t group = e.clock.group, rounds = e.clock.barrier[space] - group;
+  const auto past = [group, rounds](uint32_t stamp) { return (stamp >> kMomentShift) - group < rounds; };
   uint32_t* written = stamps.written + (at & 7);
   uint32_t* read = stamps.read + (at & 7);
   // Bytes of one access mostly share their history, so it is judged once.
@@ -125,11 +131,11 @@ LILY_INLINE void check_order(Stamps& stamps, uintptr_t at, unsigned n, Space spa
   for (unsigned i = 1; i < n; ++i) mixed |= (written[i] ^ written[0]) | (read[i] ^ read[0]);
   for (unsigned i = 0; i < n; ++i) {
     const uint32_t w = written[i], r = read[i];
-    if (w != 0 && w != mine && conflicts_with_write(w, space, how.atomic, how.by_simd)) [[unlikely]] {
+    if (w != 0 && w != mine && !past(w) && conflicts_with_write(w, space, how.atomic, how.by_simd)) [[unlikely]] {
       race(at + i, n, how.write, how.atomic, w, false);
     }
     if (how.write) {
-      if (r != 0 && r != mine && conflicts_with_read(r, space)) [[unlikely]] {
+      if (r != 0 && r != mine && !(past(r) && !(r & kOthers)) && conflicts_with_read(r, space)) [[unlikely]] {
         race(at + i, n, how.write, how.atomic, r, true);
       }
       if (mixed == 0) {
@@ -138,7 +144,8 @@ LILY_INLINE void check_order(Stamps& stamps, uintptr_t at, unsigned n, Space spa
       }
       written[i] = mine, read[i] = 0;
     } else {
-      const uint32_t readers = r == mine ? r : add_reader(r, mine, space);
+      const bool known = r == mine || r == many || r == many_simds;
+      const uint32_t readers = known ? r : add_reader(r, mine, space);
       if (mixed == 0) {
         if (readers != r) {
           for (unsigned j = 0; j < n; ++j) read[j] = readers;
@@ -225,11 +232,10 @@ __attribute__((noinline)) Range* find_for(uintptr_t at, unsigned n, bool write, 
   return range;
 }
 
+// Not inline: the hooks below then have no registers to save where they return at once.
 template <unsigned N, bool WRITE>
-LILY_INLINE void access(uintptr_t at, const void* caller) {
+__attribute__((noinline)) void check_access(uintptr_t at, const void* caller) {
   Emulator& e = emulator;
-  if (at - e.stack < kStackBytes) return;
-  if (!WRITE && at - e.params < e.params_last[__builtin_ctz(N)]) return;
   const uintptr_t c = reinterpret_cast<uintptr_t>(caller);
   const size_t site = (c ^ c >> 11) % kSites;
   Range* range = e.site[site];
@@ -245,6 +251,14 @@ LILY_INLINE void access(uintptr_t at, const void* caller) {
     touch(*range, at, 8, {.write = WRITE});
     touch(*range, at + 8, 8, {.write = WRITE});
   }
+}
+
+template <unsigned N, bool WRITE>
+LILY_INLINE void access(uintptr_t at, const void* caller) {
+  const Emulator& e = emulator;
+  if (at - e.stack < kStackBytes) return;
+  if (!WRITE && at - e.params < e.params_last[__builtin_ctz(N)]) return;
+  check_access<N, WRITE>(at, caller);
 }
 
 }  // namespace

@@ -125,7 +125,8 @@ nb::ndarray<nb::numpy, T> array_of(std::vector<T> values, std::initializer_list<
   return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
 }
 
-std::shared_ptr<Engine> make_engine(const std::string& device, bool exact, const nb::dict& config,
+std::shared_ptr<Engine> make_engine(const std::string& device, bool exact,
+                                    const nb::typed<nb::dict, nb::str, nb::any>& config,
                                     std::vector<std::string> files, const std::vector<LinearTuple>& linears,
                                     const std::vector<VectorTuple>& vectors, uint32_t max_context,
                                     std::optional<std::function<void(uint64_t, uint64_t)>> progress) {
@@ -315,7 +316,7 @@ NB_MODULE(_core, m) {
         std::vector<uint32_t> v = s.tokens();
         const size_t n = v.size();
         return array_of(std::move(v), {n});
-      }, "uint32 [n]: the timeline.")
+      }, nb::rv_policy::automatic, "uint32 [n]: the timeline.")
       .def_prop_ro("position", &Session::position, "Tokens in the timeline.")
       .def_prop_ro("snapshots", &Session::snapshots, "Positions of the kept snapshots.");
 

@@ -8,7 +8,8 @@ namespace lily {
 namespace LILY_CPU_NS {
 namespace {
 
-using matrix::as_float, matrix::broadcast, matrix::load_vec, matrix::store_vec, matrix::sum_lanes;
+using matrix::as_bits, matrix::as_float, matrix::broadcast, matrix::load_vec, matrix::store_vec,
+    matrix::sum_lanes, matrix::transpose;
 using matrix::kWide, matrix::VecF, matrix::VecI, matrix::VecU;
 
 // e^x as the kernels compute it: x = n ln 2 + r, Taylor in r, scaled by two powers of two.
@@ -34,26 +35,32 @@ inline VecF silu_vec(VecF x) { return x / (1.0f + exp_vec(-x)); }
 constexpr size_t kDim = LILY_DELTA_DIM, kChunk = LILY_CHUNK, kKept = LILY_CONV_WIDTH - 1;
 
 // ---- one head's convolution and norm ------------------------------------------------------------
-// The inputs before the next row, oldest first, of the 128 channels of a head.
-struct ConvPast {
-  float rows[kKept][kDim];
+// The 128 channels of a head: weights by tap, and the inputs before the next row, oldest first.
+struct HeadConv {
+  float taps[LILY_CONV_WIDTH][kDim];
+  float past[kKept][kDim];
 };
 template <typename Act>
 void widen_head(const Act* from, float* to) {
   for (size_t i = 0; i < kDim; ++i) to[i] = load(from, i);
 }
+inline void load_taps(HeadConv& conv, const float* conv_w) {
+  for (size_t i = 0; i < kDim; ++i) {
+    for (size_t j = 0; j < LILY_CONV_WIDTH; ++j) conv.taps[j][i] = conv_w[LILY_CONV_WIDTH * i + j];
+  }
+}
 // y = silu of the convolution at input `now`; the past moves on to it.
 template <typename Act>
-void conv_row(ConvPast& past, const Act* now, const float* taps, float* y) {
+void conv_row(HeadConv& conv, const Act* now, float* y) {
   float row[kDim];
   widen_head(now, row);
-  for (size_t i = 0; i < kDim; ++i) {
-    y[i] = taps[4 * i] * past.rows[0][i] + taps[4 * i + 1] * past.rows[1][i] +
-           taps[4 * i + 2] * past.rows[2][i] + taps[4 * i + 3] * row[i];
+  for (size_t i = 0; i < kDim; i += kWide) {
+    VecF sum = load_vec(conv.taps[kKept] + i) * load_vec(row + i);
+    for (size_t j = 0; j < kKept; ++j) sum += load_vec(conv.taps[j] + i) * load_vec(conv.past[j] + i);
+    store_vec(y + i, silu_vec(sum));
   }
-  for (size_t i = 0; i < kDim; i += kWide) store_vec(y + i, silu_vec(load_vec(y + i)));
-  std::memmove(past.rows[0], past.rows[1], (kKept - 1) * sizeof row);
-  std::memcpy(past.rows[kKept - 1], row, sizeof row);
+  std::memmove(conv.past[0], conv.past[1], (kKept - 1) * sizeof row);
+  std::memcpy(conv.past[kKept - 1], row, sizeof row);
 }
 inline float dot_head(const float* a, const float* b) {
   VecF sum = {};
@@ -67,7 +74,7 @@ void normalize_head(float* y, float scale) {
 const float kQueryScale = 0.0883883476f;  // 1 / sqrt(128)
 
 // ---- delta_step ---------------------------------------------------------------------------------
-// Rows begin <= r < end of one slot and one value head. Every value row S[v] of the state stays in
+// Rows begin <= r < end of one slot and one value head. A value row S[v] of the state stays in
 // registers over all rows, so the state is read and written once.
 template <typename Act>
 void step_head(const TwinCall& call, uint32_t slot, uint32_t begin, uint32_t end, uint32_t h) {
@@ -76,23 +83,23 @@ void step_head(const TwinCall& call, uint32_t slot, uint32_t begin, uint32_t end
   const uint32_t per_key = p.value_heads / p.key_heads;
   const size_t first[3] = {h / per_key * kDim, (p.key_heads + h / per_key) * kDim,
                            (2 * p.key_heads + h) * kDim};  // channels of q, k, v
-  const float* conv_w = arg<float>(call, 1);
   float mixed[3][LILY_MAX_ROWS][kDim], decay[LILY_MAX_ROWS], beta[LILY_MAX_ROWS];
   for (int part = 0; part < 3; ++part) {
-    ConvPast past;
+    HeadConv conv;
+    load_taps(conv, arg<float>(call, 1) + LILY_CONV_WIDTH * first[part]);
     for (size_t i = 0; i < kKept; ++i) {
-      widen_head(arg<Act>(call, 5) + (slot * kKept + i) * channels + first[part], past.rows[i]);
+      widen_head(arg<Act>(call, 5) + (slot * kKept + i) * channels + first[part], conv.past[i]);
     }
     for (size_t r = 0; r < rows; ++r) {
       const Act* now = arg<Act>(call, 0) + (begin + r) * size_t(p.proj_stride) + first[part];
-      conv_row(past, now, conv_w + 4 * first[part], mixed[part][r]);
+      conv_row(conv, now, mixed[part][r]);
       if (part < 2) normalize_head(mixed[part][r], part == 0 ? kQueryScale : 1.0f);
     }
     // q and k belong to the first value head of their key head.
     if (p.write_state && (part == 2 || h % per_key == 0)) {
       for (size_t i = 0; i < kKept; ++i) {
         Act* to = arg<Act>(call, 7) + (slot * kKept + i) * channels + first[part];
-        for (size_t c = 0; c < kDim; ++c) store(to, c, past.rows[i][c]);
+        for (size_t c = 0; c < kDim; ++c) store(to, c, conv.past[i][c]);
       }
     }
   }
@@ -107,27 +114,44 @@ void step_head(const TwinCall& call, uint32_t slot, uint32_t begin, uint32_t end
   const float* state_in = arg<float>(call, 6) + state_at;
   float* state_out = arg<float>(call, 8) + state_at;
   float o[LILY_MAX_ROWS][kDim];
-  constexpr size_t kVectors = kDim / kWide;
-  for (size_t v = 0; v < kDim; ++v) {
-    VecF s[kVectors];
-    for (size_t i = 0; i < kVectors; ++i) s[i] = load_vec(state_in + v * kDim + i * kWide);
+  constexpr size_t kVectors = kDim / kWide, kPair = 2;  // value rows at once: one waits for its sum
+  for (size_t v = 0; v < kDim; v += kPair) {
+    VecF s[kPair][kVectors];
+    for (size_t e = 0; e < kPair; ++e) {
+      for (size_t i = 0; i < kVectors; ++i) {
+        s[e][i] = load_vec(state_in + (v + e) * kDim + i * kWide);
+      }
+    }
     for (size_t r = 0; r < rows; ++r) {
       const float *q = mixed[0][r], *k = mixed[1][r];
-      VecF sum = {};
+      VecF sum[kPair][2] = {};
       for (size_t i = 0; i < kVectors; ++i) {
-        s[i] *= decay[r];
-        sum += s[i] * load_vec(k + i * kWide);
+        const VecF key = load_vec(k + i * kWide);
+        for (size_t e = 0; e < kPair; ++e) {
+          s[e][i] *= decay[r];
+          sum[e][i % 2] += s[e][i] * key;
+        }
       }
-      const float write = beta[r] * (mixed[2][r][v] - sum_lanes(sum));
-      sum = VecF{};
+      float write[kPair];
+      for (size_t e = 0; e < kPair; ++e) {
+        write[e] = beta[r] * (mixed[2][r][v + e] - sum_lanes(sum[e][0] + sum[e][1]));
+        sum[e][0] = sum[e][1] = VecF{};
+      }
       for (size_t i = 0; i < kVectors; ++i) {
-        s[i] += write * load_vec(k + i * kWide);
-        sum += s[i] * load_vec(q + i * kWide);
+        const VecF key = load_vec(k + i * kWide), query = load_vec(q + i * kWide);
+        for (size_t e = 0; e < kPair; ++e) {
+          s[e][i] += write[e] * key;
+          sum[e][i % 2] += s[e][i] * query;
+        }
       }
-      o[r][v] = sum_lanes(sum);
+      for (size_t e = 0; e < kPair; ++e) o[r][v + e] = sum_lanes(sum[e][0] + sum[e][1]);
     }
     if (!p.write_state) continue;
-    for (size_t i = 0; i < kVectors; ++i) store_vec(state_out + v * kDim + i * kWide, s[i]);
+    for (size_t e = 0; e < kPair; ++e) {
+      for (size_t i = 0; i < kVectors; ++i) {
+        store_vec(state_out + (v + e) * kDim + i * kWide, s[e][i]);
+      }
+    }
   }
 
   const float* gain = arg<float>(call, 4);
@@ -200,6 +224,22 @@ void multiply(size_t m, size_t n, size_t depth, const float* a, size_t a_row, si
   for (size_t i = whole; i < m; ++i) rows(std::integral_constant<size_t, 1>(), i);
 }
 
+// to[j][i] = from[i][j] for i < rows, j < columns, multiples of kWide; rows from `valid` on are zeros.
+inline void flip(const float* from, size_t from_row, size_t rows, size_t columns, float* to,
+                 size_t to_row, size_t valid) {
+  for (size_t i0 = 0; i0 < rows; i0 += kWide) {
+    for (size_t j0 = 0; j0 < columns; j0 += kWide) {
+      VecU block[kWide];
+      for (size_t i = 0; i < kWide; ++i) {
+        const size_t row = i0 + i;
+        block[i] = row < valid ? as_bits(load_vec(from + row * from_row + j0)) : VecU{};
+      }
+      transpose(block);
+      for (size_t j = 0; j < kWide; ++j) store_vec(to + (j0 + j) * to_row + i0, as_float(block[j]));
+    }
+  }
+}
+
 // Running sums of a chunk's log decays. In double: small differences follow large sums.
 inline void decay_sums(const float* g, size_t n, size_t stride, double* sums) {
   double sum = 0.0;
@@ -214,17 +254,19 @@ void wy_chunk(const TwinCall& call, size_t row0, size_t n, size_t kh) {
   const float* q = arg<float>(call, 0) + row0 * key_row + kh * kDim;
   const float* k = arg<float>(call, 1) + row0 * key_row + kh * kDim;
   constexpr size_t kBoth = 2 * kDim;  // columns of w, then of u
-  float* flipped = scratch(0, kDim * kChunk + 4 * kChunk * kChunk + kChunk * kBoth);
-  float* kk = flipped + kDim * kChunk;  // [n][kChunk], as the next three
+  float* flipped = scratch(0, kDim * kChunk + 3 * kChunk * kChunk + kChunk * kBoth);
+  float* kk = flipped + kDim * kChunk;  // [n][kChunk], as the next two
   float* qk = kk + kChunk * kChunk;
-  float* decay = qk + kChunk * kChunk;
-  float* a = decay + kChunk * kChunk;
+  float* a = qk + kChunk * kChunk;
   float* x = a + kChunk * kChunk;  // [n][kBoth]
-  for (size_t d = 0; d < kDim; ++d) {
-    for (size_t i = 0; i < kChunk; ++i) flipped[d * kChunk + i] = i < n ? k[i * key_row + d] : 0.0f;
+  flip(k, key_row, kChunk, kDim, flipped, kChunk, n);
+  for (size_t i = 0; i < n; i += kChunk / 2) {  // the upper right quarter is not used
+    const size_t m = std::min(n - i, kChunk / 2), columns = i + kChunk / 2;
+    multiply<Into::set>(m, columns, kDim, k + i * key_row, key_row, 1, flipped, kChunk,
+                        kk + i * kChunk, kChunk);
+    multiply<Into::set>(m, columns, kDim, q + i * key_row, key_row, 1, flipped, kChunk,
+                        qk + i * kChunk, kChunk);
   }
-  multiply<Into::set>(n, kChunk, kDim, k, key_row, 1, flipped, kChunk, kk, kChunk);
-  multiply<Into::set>(n, kChunk, kDim, q, key_row, 1, flipped, kChunk, qk, kChunk);
   const size_t per_key = heads / p.key_heads;
   for (size_t h = kh * per_key; h < (kh + 1) * per_key; ++h) {
     const float* v = arg<float>(call, 2) + row0 * value_row + h * kDim;
@@ -232,16 +274,15 @@ void wy_chunk(const TwinCall& call, size_t row0, size_t n, size_t kh) {
     double sums[kChunk];
     decay_sums(arg<float>(call, 3) + row0 * heads + h, n, heads, sums);
     for (size_t i = 0; i < n; ++i) {
-      float* row = decay + i * kChunk;
-      for (size_t j = 0; j < kChunk; ++j) row[j] = j <= i ? float(sums[i] - sums[j]) : -104.0f;
-      for (size_t j = 0; j < kChunk; j += kWide) {
-        store_vec(row + j, exp_vec(load_vec(row + j)));
-      }
+      float decay[kChunk] = {};
+      for (size_t j = 0; j <= i; ++j) decay[j] = float(sums[i] - sums[j]);
+      for (size_t j = 0; j <= i; j += kWide) store_vec(decay + j, exp_vec(load_vec(decay + j)));
       float* scores = arg<float>(call, 7) + ((row0 + i) * heads + h) * kChunk;
-      for (size_t j = 0; j < kChunk; ++j) {
-        scores[j] = j <= i ? row[j] * qk[i * kChunk + j] : 0.0f;
-        a[i * kChunk + j] = beta[i * heads] * row[j] * kk[i * kChunk + j];
+      for (size_t j = 0; j <= i; ++j) {
+        scores[j] = decay[j] * qk[i * kChunk + j];
+        a[i * kChunk + j] = beta[i * heads] * decay[j] * kk[i * kChunk + j];
       }
+      for (size_t j = i + 1; j < kChunk; ++j) scores[j] = 0.0f;
       const float grown = beta[i * heads] * std::exp(float(sums[i]));
       for (size_t c = 0; c < kDim; ++c) {
         x[i * kBoth + c] = grown * k[i * key_row + c];
@@ -285,9 +326,7 @@ void scan_columns(const TwinCall& call, size_t h, size_t v0) {
   float* s = scratch(0, (kDim + 2 * kChunk) * kV);
   float* d = s + kDim * kV;    // [n][kV]: what each row writes
   float* out = d + kChunk * kV;
-  for (size_t c = 0; c < kDim; ++c) {
-    for (size_t v = 0; v < kV; ++v) s[c * kV + v] = state_in[v * kDim + c];
-  }
+  flip(state_in, kDim, kV, kDim, s, kV, kV);
   for (size_t row0 = 0; row0 < p.rows; row0 += kChunk) {
     const size_t n = std::min<size_t>(kChunk, p.rows - row0);
     double sums[kChunk];
@@ -311,9 +350,7 @@ void scan_columns(const TwinCall& call, size_t h, size_t v0) {
     for (size_t i = 0; i < kDim * kV; ++i) s[i] *= kept;
     multiply<Into::add>(kDim, kV, n, k + row0 * key_row, 1, key_row, d, kV, s, kV);
   }
-  for (size_t v = 0; v < kV; ++v) {
-    for (size_t c = 0; c < kDim; ++c) state_out[v * kDim + c] = s[c * kV + v];
-  }
+  flip(s, kV, kDim, kV, state_out, kDim, kDim);
 }
 
 }  // namespace
@@ -394,16 +431,17 @@ void delta_prep(const TwinCall& call) {
       const size_t own_heads = part == 2 ? p.value_heads : p.key_heads;
       const size_t h = head - part * p.key_heads;
       float* to = arg<float>(call, 6 + part) + h * kDim;
-      ConvPast past;
+      HeadConv conv;
+      load_taps(conv, arg<float>(call, 1) + LILY_CONV_WIDTH * head * kDim);
       for (size_t i = 0; i < kKept; ++i) {
         widen_head(r0 + i < kKept ? conv_in + (r0 + i) * channels + head * kDim
                              : proj + (r0 + i - kKept) * p.proj_stride + head * kDim,
-              past.rows[i]);
+                   conv.past[i]);
       }
       for (size_t r = r0; r < end; ++r) {
         const Act* at = proj + r * p.proj_stride;
         float* y = to + r * own_heads * kDim;
-        conv_row(past, at + head * kDim, arg<float>(call, 1) + 4 * head * kDim, y);
+        conv_row(conv, at + head * kDim, y);
         if (part < 2) {
           normalize_head(y, part == 0 ? kQueryScale : 1.0f);
         } else {
@@ -415,7 +453,7 @@ void delta_prep(const TwinCall& call) {
       if (end == p.rows) {
         for (size_t i = 0; i < kKept; ++i) {
           Act* conv_out = arg<Act>(call, 5) + i * channels + head * kDim;
-          for (size_t c = 0; c < kDim; ++c) store(conv_out, c, past.rows[i][c]);
+          for (size_t c = 0; c < kDim; ++c) store(conv_out, c, conv.past[i][c]);
         }
       }
     });

@@ -29,7 +29,7 @@ inline float max_of(const float* p, uint32_t n, float top) {
   for (uint32_t i = 0; i < kWide; ++i) top = best[i] > top ? best[i] : top;
   return top;
 }
-// e^x for x <= 88; 0 below -87. n = x / ln 2 rounded by adding 1.5 * 2^23, whose low bits then hold n.
+// e^x for x <= 88; 0 below -87. n = x / ln 2, rounded by adding 1.5 * 2^23, whose low bits hold n.
 inline VecF exp_vec(VecF x) {
   const VecF least = broadcast(-87.0f);
   const VecF c = x > least ? x : least;
@@ -64,9 +64,7 @@ void to_floats(const Act* from, float* to) {  // one head
 
 // ---- common -------------------------------------------------------------------------------------
 // sin and cos of a position's angles.
-struct Turn {
-  float sin[kDim / 2], cos[kDim / 2];
-};
+struct Turn { float sin[kDim / 2], cos[kDim / 2]; };
 void make_turn(Turn& turn, uint32_t position, const float* inv_freq, uint32_t rotary) {
   for (uint32_t i = 0; i < rotary / 2; ++i) {
     const float angle = float(position) * inv_freq[i];
@@ -121,10 +119,12 @@ void step_split(const TwinCall& call, uint32_t row, uint32_t kv_head, uint32_t s
   const uint32_t cached = p0 <= start ? 0 : p0 - start < n ? p0 - start : n;
   Act* keys = kv_keys<Act>(call, slot, split, p.layer, p.kv_heads, kv_head);
   Act* values = keys + size_t(p.kv_heads) * kSplit * kDim;
-  const auto proj_row = [&](uint32_t i) { return proj + size_t(first + (start + i - p0)) * p.proj_stride; };
+  const auto proj_row = [&](uint32_t i) {
+    return proj + size_t(first + (start + i - p0)) * p.proj_stride;
+  };
 
   alignas(64) float q[kMaxRatio][kDim], scores[kMaxRatio][kSplit], acc[kMaxRatio][kDim];
-  alignas(64) float rows[kKeys][kDim] = {};  // past n: zeros or earlier keys, whose scores go unread
+  alignas(64) float rows[kKeys][kDim] = {};  // past n: zeros or earlier keys, scores unread
   Turn turn;
   make_turn(turn, position, inv_freq, p.rotary);
   for (uint32_t h = 0; h < ratio; ++h) {
@@ -159,7 +159,8 @@ void step_split(const TwinCall& call, uint32_t row, uint32_t kv_head, uint32_t s
     }
   }
 
-  float* out = arg<float>(call, 4) + ((size_t(row) * p.heads + kv_head * ratio) * p.splits + split) * kPartial;
+  float* out = arg<float>(call, 4) +
+               ((size_t(row) * p.heads + kv_head * ratio) * p.splits + split) * kPartial;
   for (uint32_t h = 0; h < ratio; ++h) {
     for (uint32_t i = n; i < kSplit; ++i) scores[h][i] = -INFINITY;
     const float top = max_of(scores[h], kSplit, -INFINITY);
@@ -193,7 +194,10 @@ void step_split(const TwinCall& call, uint32_t row, uint32_t kv_head, uint32_t s
 __attribute__((noinline)) void combine(const float* parts, uint32_t n, float& top, float& total,
                                        float* acc) {
   top = parts[0];
-  for (uint32_t s = 1; s < n; ++s) top = parts[size_t(s) * kPartial] > top ? parts[size_t(s) * kPartial] : top;
+  for (uint32_t s = 1; s < n; ++s) {
+    const float m = parts[size_t(s) * kPartial];
+    top = m > top ? m : top;
+  }
   total = 0.0f;
   for (uint32_t d = 0; d < kDim; ++d) acc[d] = 0.0f;
   for (uint32_t s = 0; s < n; ++s) {
@@ -239,7 +243,8 @@ void multiply(const float* a, uint32_t lda, const float* b, float* c, uint32_t l
         for (uint32_t j = 0; j < 2; ++j) acc[i][j] = load_vec(cr + size_t(i) * ldc + j * kWide);
       }
       for (uint32_t x = 0; x < k; ++x) {
-        const VecF b0 = load_vec(b + size_t(x) * kPanel), b1 = load_vec(b + size_t(x) * kPanel + kWide);
+        const VecF b0 = load_vec(b + size_t(x) * kPanel);
+        const VecF b1 = load_vec(b + size_t(x) * kPanel + kWide);
         for (uint32_t i = 0; i < kTileRows; ++i) {
           const float ai = ar[size_t(i) * lda + x];
           acc[i][0] += ai * b0;
@@ -295,7 +300,8 @@ void flash_block(const TwinCall& call, uint32_t kv_head, uint32_t q0, uint32_t q
     total[r] = 0.0f;
   }
   for (uint32_t key0 = 0; key0 <= last; key0 += kBlock) {
-    const Act* k = kv_keys<Act>(call, p.slot, key0 / kSplit, p.layer, p.kv_heads, kv_head) + size_t(key0 % kSplit) * kDim;
+    const Act* k = kv_keys<Act>(call, p.slot, key0 / kSplit, p.layer, p.kv_heads, kv_head) +
+                   size_t(key0 % kSplit) * kDim;
     pack_keys(k, last - key0 + 1, keys);
     pack_values(k + size_t(p.kv_heads) * kSplit * kDim, last - key0 + 1, values);
     std::memset(weights, 0, padded * kBlock * sizeof(float));
@@ -309,7 +315,7 @@ void flash_block(const TwinCall& call, uint32_t kv_head, uint32_t q0, uint32_t q
       const float m = max_of(w, kBlock, top[r]), factor = std::exp(top[r] - m);
       total[r] = total[r] * factor + exp_sum(w, kBlock, m);
       top[r] = m;
-      if (factor != 1.0f) for (uint32_t d = 0; d < kDim; ++d) o[r * kDim + d] *= factor;
+      for (uint32_t d = 0; d < kDim; ++d) o[r * kDim + d] *= factor;
     }
     multiply(weights, kBlock, values, o, kDim, padded, kDim, kBlock);
   }
@@ -317,8 +323,10 @@ void flash_block(const TwinCall& call, uint32_t kv_head, uint32_t q0, uint32_t q
     const size_t at = q0 + r / ratio;
     const uint32_t head = kv_head * ratio + r % ratio;
     float y[kDim];
-    gated(o + r * kDim, total[r], arg<Act>(call, 1) + at * p.proj_stride + size_t(2 * head + 1) * kDim, y);
-    for (uint32_t d = 0; d < kDim; ++d) store(arg<Act>(call, 2), (at * p.heads + head) * kDim + d, y[d]);
+    gated(o + r * kDim, total[r],
+          arg<Act>(call, 1) + at * p.proj_stride + size_t(2 * head + 1) * kDim, y);
+    Act* to = arg<Act>(call, 2) + (at * p.heads + head) * kDim;
+    for (uint32_t d = 0; d < kDim; ++d) store(to, d, y[d]);
   }
 }
 
@@ -340,8 +348,8 @@ void attn_combine(const TwinCall& call) {
   const AttnCombine& p = params<AttnCombine>(call);
   parallel(call, size_t(valid_rows(call, p.rows)) * p.heads, [&](size_t i) {
     float* out = arg<float>(call, 1) + i * kPartial;
-    combine(arg<float>(call, 0) + i * p.splits * kPartial, valid_splits(call, uint32_t(i / p.heads)),
-            out[0], out[1], out + 2);
+    combine(arg<float>(call, 0) + i * p.splits * kPartial,
+            valid_splits(call, uint32_t(i / p.heads)), out[0], out[1], out + 2);
   });
 }
 
@@ -358,16 +366,18 @@ void attn_out(const TwinCall& call) {
       const uint32_t row = uint32_t(i / p.heads), head = uint32_t(i % p.heads);
       float top, total;
       alignas(64) float acc[kDim];
-      combine(arg<float>(call, 2) + i * p.splits * kPartial, p.combined ? 1 : valid_splits(call, row),
-              top, total, acc);
-      gated(acc, total, arg<Act>(call, 3) + size_t(row) * p.proj_stride + size_t(2 * head + 1) * kDim,
+      combine(arg<float>(call, 2) + i * p.splits * kPartial,
+              p.combined ? 1 : valid_splits(call, row), top, total, acc);
+      gated(acc, total,
+            arg<Act>(call, 3) + size_t(row) * p.proj_stride + size_t(2 * head + 1) * kDim,
             o + i * kDim);
     });
     for (uint32_t r = 0; r < rows; ++r) prepare(p.w, o + size_t(r) * k, prepared + r * stride);
     parallel(call, (p.w.n + kOut - 1) / kOut, [&](size_t job) {
       const uint32_t n0 = uint32_t(job) * kOut, n1 = n0 + kOut < p.w.n ? n0 + kOut : p.w.n;
       float y[LILY_MAX_ROWS * kOut];
-      linear_rows(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), n0, n1, rows, prepared, y, kOut);
+      linear_rows(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), n0, n1, rows, prepared, y,
+                  kOut);
       for (uint32_t r = 0; r < rows; ++r) {
         Act* x = arg<Act>(call, 4) + size_t(r) * p.w.n;
         float* ssq = arg<float>(call, 5) + size_t(r) * (p.w.n / LILY_OUT_ROWS);
@@ -402,9 +412,11 @@ void qkv_rope(const TwinCall& call) {
       }
       for (uint32_t h = 0; h < p.kv_heads; ++h) {
         norm_rope(from + p.k_offset + h * kDim, arg<float>(call, 2), turn, p.rotary, p.eps, y);
-        Act* k = kv_keys<Act>(call, p.slot, position / kSplit, p.layer, p.kv_heads, h) + size_t(position % kSplit) * kDim;
+        Act* k = kv_keys<Act>(call, p.slot, position / kSplit, p.layer, p.kv_heads, h) +
+                 size_t(position % kSplit) * kDim;
         for (uint32_t d = 0; d < kDim; ++d) store(k, d, y[d]);
-        std::memcpy(k + size_t(p.kv_heads) * kSplit * kDim, from + p.v_offset + h * kDim, kDim * sizeof(Act));
+        std::memcpy(k + size_t(p.kv_heads) * kSplit * kDim, from + p.v_offset + h * kDim,
+                    kDim * sizeof(Act));
       }
     });
   });
@@ -412,12 +424,14 @@ void qkv_rope(const TwinCall& call) {
 
 void flash(const TwinCall& call) {
   const Flash& p = params<Flash>(call);
-  const uint32_t queries = kRows / (p.heads / p.kv_heads), blocks = (p.rows + queries - 1) / queries;
+  const uint32_t queries = kRows / (p.heads / p.kv_heads),
+                 blocks = (p.rows + queries - 1) / queries;
   with_act(call, [&](auto* tag) {
     using Act = std::remove_pointer_t<decltype(tag)>;
     parallel(call, size_t(p.kv_heads) * blocks, [&](size_t i) {
       const uint32_t q0 = uint32_t(i / p.kv_heads) * queries;
-      flash_block<Act>(call, uint32_t(i % p.kv_heads), q0, queries < p.rows - q0 ? queries : p.rows - q0);
+      flash_block<Act>(call, uint32_t(i % p.kv_heads), q0,
+                       queries < p.rows - q0 ? queries : p.rows - q0);
     });
   });
 }

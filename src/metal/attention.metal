@@ -71,8 +71,8 @@ static inline void exchange(thread float (&s)[8], uint lane) {
     s[i] = mine + simd_shuffle_xor(sent, (ushort)(4 * N));
   }
 }
-// Sums of 8 values over the simdgroup: lane gets that of value lane / 4. Each sum runs over the same
-// pairs of lanes, so a value's bits do not depend on its place.
+// Sums of 8 values over the simdgroup: lane gets that of value lane / 4. Each sum runs over the
+// same pairs of lanes, so a value's bits do not depend on its place.
 static inline float sum8(thread float (&s)[8], uint lane) {
   exchange<4>(s, lane);
   exchange<2>(s, lane);
@@ -117,7 +117,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
   device const act_t* new_v = proj + p.v_offset + kv_head * LILY_HEAD_DIM;
   threadgroup float* q = pool;
   threadgroup float* scores = pool + STEP_HEADS * LILY_HEAD_DIM;
-  device float* out = partial + (((ulong)row * p.heads + kv_head * ratio) * p.splits + split) * LILY_PARTIAL;
+  device float* out =
+      partial + (((ulong)row * p.heads + kv_head * ratio) * p.splits + split) * LILY_PARTIAL;
   const ulong out_head = (ulong)p.splits * LILY_PARTIAL;
 
   for (uint h = simd; h < ratio; h += STEP_SIMDS) {
@@ -140,7 +141,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
       load_q(q + h * LILY_HEAD_DIM, lane, qh);
       UNROLL for (uint j = 0; j < STEP_KEYS; ++j) s[j] = dot8(qh, k[j]);
       const float score = sum8(s, lane);
-      if ((lane & 3) == 0 && b + lane / 4 < cached) scores[h * LILY_KV_BLOCK + b + lane / 4] = score;
+      const uint i = b + lane / 4;
+      if ((lane & 3) == 0 && i < cached) scores[h * LILY_KV_BLOCK + i] = score;
     }
   }
   for (uint i = cached + simd; i < n; i += STEP_SIMDS) {
@@ -194,8 +196,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
     float4 v[STEP_KEYS];
     UNROLL for (uint j = 0; j < STEP_KEYS; ++j) {
       const uint i = min(b + j, n - 1);  // beyond: weight 0
-      device const act_t* from = i < cached ? values + i * LILY_HEAD_DIM
-                                            : new_v + (ulong)(first + (start + i - p0)) * p.proj_stride;
+      device const act_t* from = new_v + (ulong)(first + (start + i - p0)) * p.proj_stride;
+      if (i < cached) from = values + i * LILY_HEAD_DIM;
       v[j] = load4(from + d);
     }
     UNROLL for (uint h = 0; h < STEP_HEADS; ++h) {
@@ -228,7 +230,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
 }
 #define ATTN_STEP(op, name, c0, c1, c2)                                                            \
   KERNEL(name)(IN(act_t, proj, 0), IN(float, q_gain, 1), IN(float, k_gain, 2),                     \
-               IN(float, inv_freq, 3), OUT(float, partial, 4), PARAMS(AttnStep, 5), STEP_IN(6) IDS) { \
+               IN(float, inv_freq, 3), OUT(float, partial, 4), PARAMS(AttnStep, 5),                \
+               STEP_IN(6) IDS) {                                                                   \
     READ_IDS                                                                                       \
     SHARED(float4, pool, 2 * STEP_HEADS * LILY_HEAD_DIM / 4);                                      \
     attn_step_body(proj, q_gain, k_gain, inv_freq, partial, p, step, (threadgroup float*)pool,     \
@@ -289,7 +292,8 @@ static inline void attn_combine_body(device const float* partial, device float* 
   }
 }
 #define ATTN_COMBINE(op, name, c0, c1, c2)                                                         \
-  KERNEL(name)(IN(float, partial, 0), OUT(float, combined, 1), PARAMS(AttnCombine, 2), STEP_IN(3) IDS) { \
+  KERNEL(name)(IN(float, partial, 0), OUT(float, combined, 1), PARAMS(AttnCombine, 2),             \
+               STEP_IN(3) IDS) {                                                                   \
     READ_IDS                                                                                       \
     attn_combine_body(partial, combined, p, step, group, lane);                                    \
   }
@@ -379,7 +383,8 @@ static inline void qkv_rope_body(device const act_t* proj, device const float* q
   device const act_t* from = proj + (ulong)row * p.proj_stride;
   float y[8];
   if (head < p.heads) {
-    norm_rope(from + head * 2 * LILY_HEAD_DIM, q_gain, inv_freq, p.rotary, position, p.eps, lane, y);
+    norm_rope(from + head * 2 * LILY_HEAD_DIM, q_gain, inv_freq, p.rotary, position, p.eps, lane,
+              y);
     store8(q + ((ulong)row * p.heads + head) * LILY_HEAD_DIM + lane * 8, y);
     return;
   }
@@ -423,9 +428,10 @@ LILY_VARIANTS_qkv_rope(QKV_ROPE)
 #define FLASH_SHARE (FLASH_SIMDS * 32 / FLASH_M)  // threads of a row in the softmax
 #define FLASH_COLS (FLASH_PIECE / FLASH_SIMDS)
 
-// Copies a piece of `keys` rows of K or V; rows past `valid` become 0, as P is 0 there and 0 times
-// what unused memory holds need not be 0.
-static inline void flash_load(device const act_t* from, uint valid, threadgroup act_t* to, uint tid) {
+// Copies a piece of 32 rows of K or V; rows past `valid` become 0: P is 0 there, but 0 times what
+// unused memory holds need not be 0.
+static inline void flash_load(device const act_t* from, uint valid, threadgroup act_t* to,
+                              uint tid) {
   UNROLL for (uint i = 0; i < FLASH_KEYS * 16 / (FLASH_SIMDS * 32); ++i) {
     const uint at = i * FLASH_SIMDS * 32 + tid, key = at / 16, c = at % 16 * FLASH_PAD;
     uint4 v = uint4(0);
@@ -457,8 +463,9 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
   const uint row_last = min(p.position + q0 + row / ratio, last);
   float top = -INFINITY, total = 0.0f;
   for (uint key0 = 0; key0 <= last; key0 += FLASH_KEYS) {
-    device const act_t* keys = kv_keys(step, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head)
-                               + key0 % LILY_KV_BLOCK * LILY_HEAD_DIM;
+    device const act_t* keys =
+        kv_keys(step, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
+        key0 % LILY_KV_BLOCK * LILY_HEAD_DIM;
     device const act_t* values = keys + p.kv_heads * KV_HEAD;
     const uint valid = last - key0 + 1;
     Tile<FLASH_M, FLASH_KEYS / FLASH_SIMDS> s;
@@ -467,7 +474,8 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
       threadgroup_barrier(mem_flags::mem_threadgroup);
       flash_load(keys + c * FLASH_PIECE, valid, tk, tid);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      tile_mma(s, tq + c * FLASH_PIECE, FLASH_LDQ, tk + simd * 8 * FLASH_LDK, FLASH_LDK, FLASH_PIECE);
+      tile_mma(s, tq + c * FLASH_PIECE, FLASH_LDQ, tk + simd * 8 * FLASH_LDK, FLASH_LDK,
+               FLASH_PIECE);
     }
     tile_store(s, ts + simd * 8, FLASH_LDS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -518,13 +526,15 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
         const ulong at = q0 + r / ratio;
         const uint head = kv_head * ratio + r % ratio;
         const float gate = to_float(proj[at * p.proj_stride + (2 * head + 1) * LILY_HEAD_DIM + d]);
-        y[(at * p.heads + head) * LILY_HEAD_DIM + d] = to_act(o[c].v[i] / factors[r] * sigmoid(gate));
+        const float v = o[c].v[i] / factors[r] * sigmoid(gate);
+        y[(at * p.heads + head) * LILY_HEAD_DIM + d] = to_act(v);
       }
     }
   }
 }
 #define FLASH(op, name, c0, c1, c2)                                                                \
-  KERNEL(name)(IN(act_t, q, 0), IN(act_t, proj, 1), OUT(act_t, y, 2), PARAMS(Flash, 3), STEP_IN(4) IDS) { \
+  KERNEL(name)(IN(act_t, q, 0), IN(act_t, proj, 1), OUT(act_t, y, 2), PARAMS(Flash, 3),            \
+               STEP_IN(4) IDS) {                                                                   \
     READ_IDS                                                                                       \
     SHARED(uint4, tq, FLASH_M * FLASH_LDQ / FLASH_PAD);                                            \
     SHARED(uint4, tk, FLASH_KEYS * FLASH_LDK / FLASH_PAD);                                         \

@@ -370,21 +370,24 @@ void Session::load_snapshot(const Snapshot& s) {
 
 void Session::restore(std::span<const uint32_t> ids, uint32_t limit) {
   const uint32_t same = std::min(common_prefix(ids, ids_), limit);
-  if (consumed_ <= same && (consumed_ < limit || logits_valid_ || consumed_ == 0)) {
+  // Candidates that leave at least one token to run, since its logits are wanted.
+  const Snapshot* best = nullptr;
+  for (const Snapshot& s : snapshots_) {
+    const bool fits = s.ids.size() < limit && common_prefix(s.ids, ids) == s.ids.size();
+    if (fits && (!best || s.ids.size() > best->ids.size())) best = &s;
+  }
+  const uint32_t stored = best ? uint32_t(best->ids.size()) : 0;
+  if (consumed_ <= same && consumed_ >= stored && (consumed_ < limit || logits_valid_ || limit == 0)) {
     // The present state will do.
-  } else if (previous_ != kNone && previous_ <= same && previous_ < limit) {
+  } else if (previous_ != kNone && previous_ <= same && previous_ < limit && previous_ >= stored) {
     current_ ^= 1;
     consumed_ = previous_;
     previous_ = kNone;
     logits_valid_ = false;
+  } else if (best) {
+    load_snapshot(*best);
   } else {
-    const Snapshot* best = nullptr;
-    for (const Snapshot& s : snapshots_) {
-      const bool fits = s.ids.size() < limit && common_prefix(s.ids, ids) == s.ids.size();
-      if (fits && (!best || s.ids.size() > best->ids.size())) best = &s;
-    }
-    if (best) load_snapshot(*best);
-    else reset();
+    reset();
   }
   ids_.resize(consumed_);
   truncate_blocks(consumed_);

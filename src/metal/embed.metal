@@ -15,7 +15,8 @@ static inline float embed_body(device const uint* codes, device const uint* pair
     if (id < w.n) {
       load_codes32<BITS>(codes + ((ulong)id * row_bytes(w.k, BITS) + (ulong)k0 * BITS / 8) / 4, q);
       if (BITS != 16) {
-        sb = scale_bias(pairs[(ulong)id * (w.k >> w.group_shift) + (k0 >> w.group_shift)], w.scale_f16);
+        const ulong row = (ulong)id * (w.k >> w.group_shift);
+        sb = scale_bias(pairs[row + (k0 >> w.group_shift)], w.scale_f16);
       }
     } else {
       UNROLL for (uint j = 0; j < 32; ++j) q[j] = NAN;

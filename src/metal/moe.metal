@@ -3,13 +3,9 @@
 #include "util.h"
 
 // ---- the router's choice ------------------------------------------------------------------------
-// Keys order as the logits do: NaN counts as -inf, -0 as 0; 0 lies below every key.
+// NaN counts as -inf, -0 as 0.
 static inline uint logit_key(float l) {
-  const uint u = as_type<uint>(l != l ? -INFINITY : l == 0.0f ? 0.0f : l);
-  return u ^ ((u >> 31) ? 0xffffffffu : 0x80000000u);
-}
-static inline float key_logit(uint key) {
-  return as_type<float>(key ^ ((key >> 31) ? 0x80000000u : 0xffffffffu));
+  return order_key(l != l ? -INFINITY : l == 0.0f ? 0.0f : l);
 }
 // Lane j < rounds of a simdgroup gets the j-th largest of the row's logits, ties to the lowest id.
 // Lane l holds experts l, l + 32, ..; registers of absent experts are skipped eight at a time.
@@ -41,14 +37,16 @@ static inline void choose(device const float* logits, uint experts, uint rounds,
     }
     UNROLL for (uint c = 0; c < 4; ++c) {
       if (256 * c < experts) {
-        UNROLL for (uint i = 8 * c; i < 8 * c + 8; ++i) keys[i] = lane + 32 * i == winner ? 0 : keys[i];
+        UNROLL for (uint i = 8 * c; i < 8 * c + 8; ++i) {
+          if (lane + 32 * i == winner) keys[i] = 0;
+        }
       }
     }
   }
 }
 // Lane's weight: softmax over all experts divided by the sum over the chosen, so over these alone.
 static inline float choice_weight(uint key, uint top_k, uint lane) {
-  const float l = key_logit(key);
+  const float l = key_value(key);
   const float e = exp_(l - simd_shuffle(l, 0));
   return e / simd_sum(lane < top_k ? e : 0.0f);
 }
@@ -143,9 +141,9 @@ static inline void expert_up_body(device const uint* codes, device const uint* p
 LILY_VARIANTS_expert_up(EXPERT_UP)
 
 // ---- expert_down --------------------------------------------------------------------------------
-// A group: one row, LILY_OUT_ROWS outputs, two a simdgroup: lanes 0..15 one, lanes 16..31 the other,
-// so that an expert of width 512 keeps every lane busy. A lane adds up its share of all slots, in
-// slot order; one reduction at the end.
+// A group: one row, LILY_OUT_ROWS outputs, two a simdgroup: lanes 0..15 one, lanes 16..31 the
+// other, so that an expert of width 512 keeps every lane busy. A lane adds up its share of all
+// slots, in slot order; one reduction at the end.
 template <uint BITS>
 static inline float expert_down_dot(device const uint* codes, device const uint* pairs,
                                     PARAM_REF(Linear) w, device const act_t* h, uint n, uint lane) {
@@ -231,24 +229,26 @@ LILY_VARIANTS_route_rows(ROUTE_ROWS)
 // where its expert begins and lists its pairs in their order. Nothing depends on who comes first:
 // atomics only count.
 #define GROUP_THREADS 1024
-// Exclusive sum of v over the group's threads; total of all in `total`. scratch: one uint a simdgroup.
+// Sum over the lanes up to this one.
+static inline uint simd_prefix(uint v, uint lane) {
+  UNROLL for (ushort o = 1; o < 32; o <<= 1) {
+    const uint below = simd_shuffle_up(v, o);
+    if (lane >= o) v += below;
+  }
+  return v;
+}
+// Sum over the threads before this one, and over all. scratch: one uint a simdgroup.
 static inline uint group_prefix(uint v, thread uint& total, threadgroup uint* scratch, uint lane,
                                 uint simd) {
-  uint sum = v;
-  UNROLL for (ushort o = 1; o < 32; o <<= 1) {
-    const uint below = simd_shuffle_up(sum, o);
-    if (lane >= o) sum += below;
-  }
+  const uint sum = simd_prefix(v, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (lane == 31) scratch[simd] = sum;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  uint before = 0;
-  total = 0;
-  for (uint i = 0; i < GROUP_THREADS / 32; ++i) {
-    if (i == simd) before = total;
-    total += scratch[i];
-  }
-  return before + sum - v;
+  const uint sums = simd_prefix(scratch[lane], lane);
+  // What the simdgroups before this one have lies one lane below its own.
+  const uint before = simd_shuffle(sums, simd > 0 ? simd - 1 : 0);
+  total = simd_shuffle(sums, 31);
+  return sum - v + (simd > 0 ? before : 0);
 }
 // Expert of a pair; slots of a row follow each other in the route, the shared entry between rows.
 static inline uint pair_expert(device const Route* route, PARAM_REF(GroupRows) p, uint pair) {

@@ -95,6 +95,15 @@ static inline void store4(device act_t* p, float4 v) {
 // The value a store would leave: what later readers see.
 static inline float round_act(float v) { return to_float(to_act(v)); }
 
+// Unsigned integers in the order of the floats (-0 below 0, no NaN); 0 lies below all of them.
+static inline uint order_key(float v) {
+  const uint u = as_type<uint>(v);
+  return u ^ ((u >> 31) ? 0xffffffffu : 0x80000000u);
+}
+static inline float key_value(uint key) {
+  return as_type<float>(key ^ ((key >> 31) ? 0x80000000u : 0xffffffffu));
+}
+
 // ---- transcendental functions -----------------------------------------------------------------
 static inline float inv_sqrt(float x) { return 1.0f / sqrt(x); }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 import reference
 from kernel_harness import In, Kernels, Out, params, weight
 from lily import LilyError

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 import reference
 from kernel_harness import In, InOut, Kernels, Out, Weight, linear, make_step, params, weight
 from lily import LilyError

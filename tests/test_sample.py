@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 import reference
 from kernel_harness import CONST, STRUCTS, In, Kernels, Out, params
 from lily import LilyError

@@ -54,8 +54,9 @@ def generate(
     params = lily.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     with _load(model, device, activations) as engine:
         show = _printable if sys.stdout.isatty() else str
+        stream = engine.stream(text, params)
         try:
-            for token in engine.stream(text, params):
+            for token in stream:
                 print(show(token.text), end="", flush=True)
         finally:  # also after Ctrl-C
             print()

@@ -250,6 +250,7 @@ void run_group(uint32_t linear, uint32_t threads) {
   e.group[1] = linear / grid.x % grid.y;
   e.group[2] = linear / grid.x / grid.y;
   e.arena_shadow->forget(e.shared_used);
+  std::fill_n(e.ranges.begin() + ptrdiff_t(e.fixed_ranges), e.shared_count, Range{});
   e.shared_count = e.shared_used = e.shared_bytes = 0;
   e.at_barrier = e.ended = 0;
   if (++e.clock.now >= kMomentLimit) {

@@ -21,18 +21,6 @@ void pack_rows(uint32_t k, uint32_t count, Row&& row, float* packed) {
   }
 }
 
-// One panel of W times `count` packed rows; write(i, values) gets each row's kPanel outputs.
-template <typename Write>
-void multiply_panel(const Linear& w, uint32_t count, const float* packed, const float* panel,
-                    Write&& write) {
-  alignas(64) float out[kTileRows * kPanel];
-  for (uint32_t r = 0; r < count; r += kTileRows) {
-    const uint32_t rows = count - r < kTileRows ? count - r : kTileRows;
-    multiply_tile(rows, w.k, packed + size_t(r) * w.k, panel, out);
-    for (uint32_t i = 0; i < rows; ++i) write(r + i, out + i * kPanel);
-  }
-}
-
 // Outputs n0 .. n0 + columns - 1 of a row to y; y starts at the row's own output 0.
 template <typename Act>
 void write_outputs(uint32_t mode, const float* v, uint32_t n0, uint32_t columns, Act* y, float* y32) {
@@ -118,13 +106,14 @@ void matmul(const TwinCall& call) {
       parallel(call, (p.w.n + kPanel - 1) / kPanel, [&](size_t job) {
         const uint32_t n0 = uint32_t(job) * kPanel;
         const uint32_t columns = p.w.n - n0 < kPanel ? p.w.n - n0 : kPanel;
-        float* panel = scratch(1, panel_floats(p.w));
-        unpack_panel(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), n0,
-                     scratch(2, panel_scales_floats(p.w)), panel);
-        multiply_panel(p.w, count, packed, panel, [&](uint32_t r, const float* v) {
+        float* out = scratch(1, size_t(count) * kPanel);
+        multiply_panel(p.w, arg<uint32_t>(call, 0), arg<uint32_t>(call, 1), n0, count, packed,
+                       scratch(2, panel_scales_floats(p.w)), out);
+        for (uint32_t r = 0; r < count; ++r) {
           const size_t at = size_t(m0 + r) * p.y_stride + p.y_offset;
-          write_outputs(p.mode, v, n0, columns, arg<Act>(call, 3) + at, arg<float>(call, 3) + at);
-        });
+          write_outputs(p.mode, out + r * kPanel, n0, columns, arg<Act>(call, 3) + at,
+                        arg<float>(call, 3) + at);
+        }
       });
     }
   });
@@ -151,13 +140,14 @@ void expert_matmul(const TwinCall& call) {
           return arg<Act>(call, 2) + size_t(p.swiglu ? pair / p.top_k : pair) * k;
         }, packed);
         for (uint32_t n0 = n_begin; n0 < n_end; n0 += kPanel) {
-          float* panel = scratch(1, panel_floats(p.w));
-          unpack_panel(p.w, codes, pairs, n0, scratch(2, panel_scales_floats(p.w)), panel);
-          multiply_panel(p.w, count, packed, panel, [&](uint32_t r, const float* v) {
-            Act* y = arg<Act>(call, 6) + size_t(order[m0 + r]) * columns;
-            write_outputs(p.swiglu ? uint32_t(kMatmulSwiglu) : uint32_t(kMatmulAct), v, n0,
-                          n_end - n0 < kPanel ? n_end - n0 : kPanel, y, static_cast<float*>(nullptr));
-          });
+          float* out = scratch(1, size_t(count) * kPanel);
+          multiply_panel(p.w, codes, pairs, n0, count, packed,
+                         scratch(2, panel_scales_floats(p.w)), out);
+          for (uint32_t r = 0; r < count; ++r) {
+            write_outputs<Act>(p.swiglu ? kMatmulSwiglu : kMatmulAct, out + r * kPanel, n0,
+                               n_end - n0 < kPanel ? n_end - n0 : kPanel,
+                               arg<Act>(call, 6) + size_t(order[m0 + r]) * columns, nullptr);
+          }
         }
       }
     });

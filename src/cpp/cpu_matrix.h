@@ -275,9 +275,10 @@ inline void linear_rows(const Linear& w, const uint32_t* codes, const uint32_t* 
 }
 
 // ---- prefill: panels of W times packed vectors --------------------------------------------------
-// A panel is kPanel rows of W as numbers s q + b, k-major: float[k][kPanel]. Vectors are packed in
-// tiles of kTileRows: float[k][rows of the tile]. Each output is one chain of multiply-adds over k.
-constexpr uint32_t kPanel = 2 * kWide;
+// A panel is kPanel rows of W and kDepth of k as numbers s q + b, k-major: float[kDepth][kPanel], so
+// that it stays in the first cache. Vectors are packed in tiles of kTileRows: float[k][rows of the
+// tile]. An output is the sum of one chain of multiply-adds per kDepth: short chains round less.
+constexpr uint32_t kPanel = 2 * kWide, kDepth = 128;
 #if defined(__AVX512F__)
 constexpr uint32_t kTileRows = 12;  // 24 of 32 registers accumulate
 #else
@@ -303,61 +304,58 @@ inline void transpose(VecU (&v)[kWide]) {
   if constexpr (kWide > 8) transpose_round<8>(v, all);
 }
 
-inline size_t panel_floats(const Linear& w) { return size_t(w.k) * kPanel; }
-inline size_t panel_scales_floats(const Linear& w) { return 2 * up_to_wide(groups(w)) * kWide; }
-
-// Rows n0 .. n0 + kPanel - 1 of W (the last row again where there is no further one) into
-// panel[panel_floats(w)]; scales is scratch of panel_scales_floats(w).
-template <uint32_t BITS>
-inline void unpack_panel_bits(const Linear& w, const uint32_t* codes, const uint32_t* pairs,
-                              uint64_t n0, float* scales, float* panel) {
-  constexpr uint32_t kPer = 32 / BITS;
-  const size_t words = row_words(w), count = groups(w);
-  const uint32_t shift = w.group_shift - (BITS == 4 ? 3 : 2);  // words of a group, unused for bf16
+// Scales and biases of rows n0 .. n0 + kPanel - 1 (the last row again where there is no further
+// one): scales[group][scale, bias][kPanel].
+inline size_t panel_scales_floats(const Linear& w) { return up_to_wide(groups(w)) * 2 * kPanel; }
+inline void panel_scales(const Linear& w, const uint32_t* pairs, uint64_t n0, float* scales) {
+  const size_t count = groups(w);
   for (uint32_t half = 0; half < kPanel; half += kWide) {
-    uint64_t row[kWide];
-    for (uint32_t l = 0; l < kWide; ++l) {
-      const uint64_t n = n0 + half + l;
-      row[l] = n < w.n ? n : w.n - 1;
-    }
-    VecU v[kWide];
     for (size_t g0 = 0; g0 < count; g0 += kWide) {
+      VecU v[kWide];
       for (uint32_t l = 0; l < kWide; ++l) {
-        v[l] = load_words(pairs + row[l] * count + g0, count - g0);
+        const uint64_t n = n0 + half + l < w.n ? n0 + half + l : w.n - 1;
+        v[l] = load_words(pairs + n * count + g0, count - g0);
       }
       transpose(v);
       for (uint32_t i = 0; i < kWide; ++i) {
         VecF s, b;
         split_pairs(v[i], w.scale_f16, s, b);
-        store_vec(scales + (g0 + i) * 2 * kWide, s);
-        store_vec(scales + (g0 + i) * 2 * kWide + kWide, b);
-      }
-    }
-    for (size_t w0 = 0; w0 < words; w0 += kWide) {
-      for (uint32_t l = 0; l < kWide; ++l) {
-        v[l] = load_words(codes + row[l] * words + w0, words - w0);
-      }
-      transpose(v);
-      for (uint32_t i = 0; i < kWide && w0 + i < words; ++i) {
-        float* to = panel + (w0 + i) * kPer * kPanel + half;
-        if constexpr (BITS == 16) {
-          for (uint32_t p = 0; p < kPer; ++p) store_vec(to + p * kPanel, code_value<BITS>(v[i], p));
-        } else {
-          const float* sb = scales + ((w0 + i) >> shift) * 2 * kWide;
-          const VecF s = load_vec(sb), b = load_vec(sb + kWide);
-          for (uint32_t p = 0; p < kPer; ++p) {
-            store_vec(to + p * kPanel, code_value<BITS>(v[i], p) * s + b);
-          }
-        }
+        store_vec(scales + (g0 + i) * 2 * kPanel + half, s);
+        store_vec(scales + (g0 + i) * 2 * kPanel + kPanel + half, b);
       }
     }
   }
 }
-inline void unpack_panel(const Linear& w, const uint32_t* codes, const uint32_t* pairs, uint64_t n0,
-                         float* scales, float* panel) {
-  if (w.bits == 4) unpack_panel_bits<4>(w, codes, pairs, n0, scales, panel);
-  else if (w.bits == 8) unpack_panel_bits<8>(w, codes, pairs, n0, scales, panel);
-  else unpack_panel_bits<16>(w, codes, pairs, n0, scales, panel);
+
+// Values k0 .. k1 - 1 of the same rows; k0 is a multiple of kDepth.
+template <uint32_t BITS>
+inline void unpack_panel(const Linear& w, const uint32_t* codes, uint64_t n0, uint32_t k0,
+                         uint32_t k1, const float* scales, float* panel) {
+  constexpr uint32_t kPer = 32 / BITS;
+  static_assert(kDepth % (kPer * kWide) == 0);
+  const size_t words = row_words(w), end = k1 / kPer;
+  const uint32_t shift = w.group_shift - (BITS == 4 ? 3 : 2);  // words of a group, unused for bf16
+  for (uint32_t half = 0; half < kPanel; half += kWide) {
+    float* to = panel + half;
+    for (size_t w0 = k0 / kPer; w0 < end; w0 += kWide) {
+      VecU v[kWide];
+      for (uint32_t l = 0; l < kWide; ++l) {
+        const uint64_t n = n0 + half + l < w.n ? n0 + half + l : w.n - 1;
+        const uint32_t* at = codes + n * words + w0;
+        v[l] = load_words(at, end - w0);
+        __builtin_prefetch(at + kDepth / kPer);  // too many streams for the processor's prefetchers
+      }
+      transpose(v);
+      for (uint32_t i = 0; i < kWide && w0 + i < end; ++i) {
+        const float* sb = scales + ((w0 + i) >> shift) * 2 * kPanel + half;
+        for (uint32_t p = 0; p < kPer; ++p, to += kPanel) {
+          VecF value = code_value<BITS>(v[i], p);
+          if constexpr (BITS != 16) value = value * load_vec(sb) + load_vec(sb + kPanel);
+          store_vec(to, value);
+        }
+      }
+    }
+  }
 }
 
 // Rows of one tile, row(r) -> const Act*, into packed float[k][rows].
@@ -369,11 +367,11 @@ inline void pack_tile(uint32_t k, uint32_t rows, Row&& row, float* packed) {
   }
 }
 
-// out[M][kPanel] = tile (packed, M rows) times panel.
+// out[M][kPanel] += tile (packed, M rows) times panel, `depth` of k.
 template <uint32_t M>
-inline void tile_times_panel(uint32_t k, const float* packed, const float* panel, float* out) {
+inline void add_tile(uint32_t depth, const float* packed, const float* panel, float* out) {
   VecF acc[M][2] = {};
-  for (uint32_t i = 0; i < k; ++i) {
+  for (uint32_t i = 0; i < depth; ++i) {
     const VecF w0 = load_vec(panel + size_t(i) * kPanel);
     const VecF w1 = load_vec(panel + size_t(i) * kPanel + kWide);
     for (uint32_t r = 0; r < M; ++r) {
@@ -383,16 +381,37 @@ inline void tile_times_panel(uint32_t k, const float* packed, const float* panel
     }
   }
   for (uint32_t r = 0; r < M; ++r) {
-    store_vec(out + r * kPanel, acc[r][0]);
-    store_vec(out + r * kPanel + kWide, acc[r][1]);
+    float* to = out + r * kPanel;
+    store_vec(to, load_vec(to) + acc[r][0]);
+    store_vec(to + kWide, load_vec(to + kWide) + acc[r][1]);
   }
 }
 // The same for any number of rows up to kTileRows.
 template <uint32_t M = kTileRows>
-inline void multiply_tile(uint32_t rows, uint32_t k, const float* packed, const float* panel,
-                          float* out) {
-  if (rows == M) return tile_times_panel<M>(k, packed, panel, out);
-  if constexpr (M > 1) multiply_tile<M - 1>(rows, k, packed, panel, out);
+inline void add_rows(uint32_t rows, uint32_t depth, const float* packed, const float* panel,
+                     float* out) {
+  if (rows == M) return add_tile<M>(depth, packed, panel, out);
+  if constexpr (M > 1) add_rows<M - 1>(rows, depth, packed, panel, out);
+}
+
+// out[count][kPanel] = packed rows times rows n0 .. n0 + kPanel - 1 of W. scales: scratch of
+// panel_scales_floats(w).
+inline void multiply_panel(const Linear& w, const uint32_t* codes, const uint32_t* pairs,
+                           uint64_t n0, uint32_t count, const float* packed, float* scales,
+                           float* out) {
+  alignas(64) float panel[kDepth * kPanel];
+  panel_scales(w, pairs, n0, scales);
+  std::memset(out, 0, size_t(count) * kPanel * sizeof(float));
+  for (uint32_t k0 = 0; k0 < w.k; k0 += kDepth) {
+    const uint32_t k1 = w.k - k0 < kDepth ? w.k : k0 + kDepth;
+    if (w.bits == 4) unpack_panel<4>(w, codes, n0, k0, k1, scales, panel);
+    else if (w.bits == 8) unpack_panel<8>(w, codes, n0, k0, k1, scales, panel);
+    else unpack_panel<16>(w, codes, n0, k0, k1, scales, panel);
+    for (uint32_t r = 0; r < count; r += kTileRows) {
+      const uint32_t rows = count - r < kTileRows ? count - r : kTileRows;
+      add_rows(rows, k1 - k0, packed + size_t(r) * w.k + size_t(k0) * rows, panel, out + r * kPanel);
+    }
+  }
 }
 
 }  // namespace matrix

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import reference as ref
 from kernel_harness import In, InOut, Kernels, Out
-
 from lily import _core
 
 D = h.CONST["LILY_DELTA_DIM"]
@@ -142,8 +141,12 @@ def step_reference(
 ) -> tuple[np.ndarray, ...]:
     """conv_out, state_out, u, head_ssq [rows, heads] of one slot."""
     qkv, z, a, b = layer.split(wide(proj))
-    weights = (x.astype(np.float64) for x in (layer.conv_w, layer.neg_exp_a, layer.dt_bias, layer.gain))
-    u, sums, carried, after = ref.delta_step(qkv, z, a, b, *weights, wide(conv), state.astype(np.float64))
+    weights = (
+        x.astype(np.float64) for x in (layer.conv_w, layer.neg_exp_a, layer.dt_bias, layer.gain)
+    )
+    u, sums, carried, after = ref.delta_step(
+        qkv, z, a, b, *weights, wide(conv), state.astype(np.float64)
+    )
     return carried, after, u.reshape(len(proj), -1), sums
 
 
@@ -199,8 +202,8 @@ def test_step_heads(kernels: Kernels, key_heads: int, heads: int) -> None:
 
 
 def test_step_slots(kernels: Kernels) -> None:
-    """Rows of several slots, runs of unequal length, fewer valid rows than the launch has: each slot
-    is as if alone, the slot without rows and the rows past the last are left alone."""
+    """Rows of several slots, runs of unequal length, fewer valid rows than the launch has: each
+    slot is as if alone, the slot without rows and the rows past the last are left alone."""
     rng = np.random.default_rng(3)
     layer = make_layer(rng, 1, 2)
     slots = [2, 2, 2, 0, 4, 4, 1, 1]
@@ -215,7 +218,9 @@ def test_step_slots(kernels: Kernels) -> None:
             same_bits(whole[part], single)
         for whole, single in zip(got[2:], alone[2:], strict=True):
             same_bits(whole[rows], single)
-        check_step((alone[0][0], alone[1][0], *alone[2:]), layer, proj[rows], conv[slot], state[slot])
+        check_step(
+            (alone[0][0], alone[1][0], *alone[2:]), layer, proj[rows], conv[slot], state[slot]
+        )
     for slot in (1, 3):
         assert untouched(got[0][slot]) and untouched(got[1][slot])
     assert untouched(got[2][6:]) and untouched(got[3][6:])
@@ -263,8 +268,17 @@ def run_out(
 ) -> tuple[np.ndarray, np.ndarray]:
     rows, heads, parts = sums.shape
     p = h.params("delta_out", w=w.linear, rows=rows, heads=heads, head_parts=parts, eps=EPS)
-    args = [In(w.codes), In(w.pairs), In(u), In(sums), InOut(x), Out((rows, x.shape[1] // OUT_ROWS), F32)]
-    y, ssq, _ = kernels.run("delta_out", p, args, step=h.make_step(rows if valid is None else valid))
+    args = [
+        In(w.codes),
+        In(w.pairs),
+        In(u),
+        In(sums),
+        InOut(x),
+        Out((rows, x.shape[1] // OUT_ROWS), F32),
+    ]
+    y, ssq, _ = kernels.run(
+        "delta_out", p, args, step=h.make_step(rows if valid is None else valid)
+    )
     return y, ssq
 
 
@@ -277,7 +291,12 @@ def out_inputs(
 
 
 def check_out(
-    y: np.ndarray, ssq: np.ndarray, values: np.ndarray, u: np.ndarray, sums: np.ndarray, x: np.ndarray
+    y: np.ndarray,
+    ssq: np.ndarray,
+    values: np.ndarray,
+    u: np.ndarray,
+    sums: np.ndarray,
+    x: np.ndarray,
 ) -> None:
     rows, heads, _ = sums.shape
     heads_u = wide(u).reshape(rows, heads, D)
@@ -351,7 +370,9 @@ def prep_reference(layer: Layer, proj: np.ndarray, conv: np.ndarray) -> Prepared
     qkv, _, a, b = layer.split(wide(proj))
     mixed, carried = ref.delta_conv(qkv, layer.conv_w.astype(np.float64), wide(conv))
     q, k, v = ref.split_qkv(mixed, layer.key_heads, D, D)
-    g, beta = ref.delta_gates(a, b, layer.neg_exp_a.astype(np.float64), layer.dt_bias.astype(np.float64))
+    g, beta = ref.delta_gates(
+        a, b, layer.neg_exp_a.astype(np.float64), layer.dt_bias.astype(np.float64)
+    )
     return Prepared(carried, ref.l2_norm(q) / np.sqrt(D), ref.l2_norm(k), v, g, beta)
 
 
@@ -398,13 +419,22 @@ def make_prepared(
 
 def wy_reference(x: Prepared) -> tuple[np.ndarray, ...]:
     rows, heads, _ = x.v.shape
-    w, u, scores = np.empty((rows, heads, D)), np.empty((rows, heads, D)), np.zeros((rows, heads, CHUNK))
+    w, u, scores = (
+        np.empty((rows, heads, D)),
+        np.empty((rows, heads, D)),
+        np.zeros((rows, heads, CHUNK)),
+    )
     for start in range(0, rows, CHUNK):
         part = slice(start, start + CHUNK)
         for head in range(heads):
             kh = head // (heads // x.k.shape[1])
-            q, k, v = (a.astype(np.float64) for a in (x.q[part, kh], x.k[part, kh], x.v[part, head]))
-            G, b = np.cumsum(x.g[part, head].astype(np.float64)), x.beta[part, head].astype(np.float64)
+            q, k, v = (
+                a.astype(np.float64) for a in (x.q[part, kh], x.k[part, kh], x.v[part, head])
+            )
+            G, b = (
+                np.cumsum(x.g[part, head].astype(np.float64)),
+                x.beta[part, head].astype(np.float64),
+            )
             difference = np.where(np.tri(len(G), dtype=bool), G[:, None] - G, -np.inf)
             A = np.tril(b[:, None] * np.exp(difference) * (k @ k.T), -1)
             T = np.linalg.inv(np.eye(len(G)) + A)
@@ -432,6 +462,20 @@ def test_prep(kernels: Kernels, rows: int) -> None:
         close(getattr(got, name), getattr(want, name), 2, 1e-5)
     np.testing.assert_allclose(got.g, want.g, rtol=2e-6)
     np.testing.assert_allclose(got.beta, want.beta, rtol=2e-6)
+
+
+def test_small_keys(kernels: Kernels) -> None:
+    """Sums of squares of q and k around the 1e-6 that their norms add."""
+    rng = np.random.default_rng(13)
+    layer = make_layer(rng, 1, 2)
+    proj = kernels.act(wide(make_rows(kernels, rng, layer, 3)) * 1e-4)
+    conv, state = make_state(kernels, rng, layer, 1)
+    conv = kernels.act(wide(conv) * 1e-4)
+    got, want = run_prep(kernels, layer, proj, conv[0]), prep_reference(layer, proj, conv[0])
+    for name in ("q", "k"):
+        close(getattr(got, name), getattr(want, name), 2, 1e-5)
+    step = run_step(kernels, layer, proj, conv, state)
+    check_step((step[0][0], step[1][0], *step[2:]), layer, proj, conv[0], state[0])
 
 
 def test_prep_gates_at_the_ends(kernels: Kernels) -> None:
@@ -533,15 +577,21 @@ def test_prefill_is_the_decode_step(kernels: Kernels) -> None:
 @pytest.mark.parametrize("rows,heads", [(1, 1), (17, 3), (5, 32)])
 def test_gated_norm(kernels: Kernels, rows: int, heads: int) -> None:
     rng = np.random.default_rng(rows)
-    o = (rng.standard_normal((rows, heads, D)) * rng.uniform(0.01, 5.0, (rows, heads, 1))).astype(F32)
+    o = (rng.standard_normal((rows, heads, D)) * rng.uniform(0.01, 5.0, (rows, heads, 1))).astype(
+        F32
+    )
     gain = rng.uniform(-0.5, 1.5, D).astype(F32)
     stride, z_offset = heads * D + 24, 8
     proj = kernels.act(rng.standard_normal((rows, stride)) * 3.0)
-    p = h.params("gated_norm", rows=rows, heads=heads, proj_stride=stride, z_offset=z_offset, eps=EPS)
+    p = h.params(
+        "gated_norm", rows=rows, heads=heads, proj_stride=stride, z_offset=z_offset, eps=EPS
+    )
     args = [In(o), In(proj), In(gain), kernels.out_act(rows, heads * D)]
     (y,) = kernels.run("gated_norm", p, args)
     z = wide(proj)[:, z_offset : z_offset + heads * D].reshape(o.shape)
-    close(y.reshape(o.shape), ref.gated_norm(o.astype(np.float64), z, gain.astype(np.float64), EPS), 2)
+    close(
+        y.reshape(o.shape), ref.gated_norm(o.astype(np.float64), z, gain.astype(np.float64), EPS), 2
+    )
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -572,8 +622,16 @@ PREP = dict(rows=1, key_heads=1, value_heads=2, proj_stride=776, a_offset=768, b
         ("gated_norm", dict(rows=1, heads=2, proj_stride=256, z_offset=2, eps=EPS), "column 2"),
         ("gated_norm", dict(rows=1, heads=2, proj_stride=256, z_offset=4, eps=EPS), "4 to 260"),
         ("delta_out", dict(w=h.linear(16, 256), rows=1, heads=3, head_parts=4, eps=EPS), "3 heads"),
-        ("delta_out", dict(w=h.linear(12, 256), rows=1, heads=2, head_parts=4, eps=EPS), "12 outputs"),
-        ("delta_out", dict(w=h.linear(16, 256), rows=1, heads=2, head_parts=0, eps=EPS), "0 partial"),
+        (
+            "delta_out",
+            dict(w=h.linear(12, 256), rows=1, heads=2, head_parts=4, eps=EPS),
+            "12 outputs",
+        ),
+        (
+            "delta_out",
+            dict(w=h.linear(16, 256), rows=1, heads=2, head_parts=0, eps=EPS),
+            "0 partial",
+        ),
     ],
 )
 def test_refused(op: str, values: dict[str, Any], message: str) -> None:

@@ -56,7 +56,8 @@ void conv_row(HeadConv& conv, const Act* now, float* y) {
   widen_head(now, row);
   for (size_t i = 0; i < kDim; i += kWide) {
     VecF sum = load_vec(conv.taps[kKept] + i) * load_vec(row + i);
-    for (size_t j = 0; j < kKept; ++j) sum += load_vec(conv.taps[j] + i) * load_vec(conv.past[j] + i);
+    for (size_t j = 0; j < kKept; ++j)
+      sum += load_vec(conv.taps[j] + i) * load_vec(conv.past[j] + i);
     store_vec(y + i, silu_vec(sum));
   }
   std::memmove(conv.past[0], conv.past[1], (kKept - 1) * sizeof row);
@@ -178,7 +179,7 @@ constexpr size_t kStripRows = 4, kStripColumns = 2 * kWide;
 // sum[i][j] = sum over d < depth of a[i * a_row + d * a_column] * b[d * b_row + j].
 template <size_t M>
 inline void strip_product(size_t depth, const float* a, size_t a_row, size_t a_column,
-                         const float* b, size_t b_row, VecF (&sum)[M][2]) {
+                          const float* b, size_t b_row, VecF (&sum)[M][2]) {
   for (size_t i = 0; i < M; ++i) sum[i][0] = sum[i][1] = VecF{};
   for (size_t d = 0; d < depth; ++d) {
     const VecF b0 = load_vec(b + d * b_row), b1 = load_vec(b + d * b_row + kWide);
@@ -192,7 +193,7 @@ inline void strip_product(size_t depth, const float* a, size_t a_row, size_t a_c
 enum class Into { set, add, subtract };
 template <Into INTO, size_t M>
 inline void strip_into(size_t n, size_t depth, const float* a, size_t a_row, size_t a_column,
-                      const float* b, size_t b_row, float* c, size_t c_row) {
+                       const float* b, size_t b_row, float* c, size_t c_row) {
   for (size_t j = 0; j < n; j += kStripColumns) {
     VecF sum[M][2];
     strip_product<M>(depth, a, a_row, a_column, b + j, b_row, sum);
@@ -211,11 +212,11 @@ inline void strip_into(size_t n, size_t depth, const float* a, size_t a_row, siz
 // triangular, its row i ends with column i.
 template <Into INTO>
 void multiply(size_t m, size_t n, size_t depth, const float* a, size_t a_row, size_t a_column,
-             const float* b, size_t b_row, float* c, size_t c_row, bool lower = false) {
+              const float* b, size_t b_row, float* c, size_t c_row, bool lower = false) {
   const auto rows = [&](auto count, size_t i) {
     constexpr size_t kRows = decltype(count)::value;
     strip_into<INTO, kRows>(n, lower ? std::min(depth, i + kRows) : depth, a + i * a_row, a_row,
-                           a_column, b, b_row, c + i * c_row, c_row);
+                            a_column, b, b_row, c + i * c_row, c_row);
   };
   const size_t whole = m / kStripRows * kStripRows;
   for (size_t i = 0; i < whole; i += kStripRows) {
@@ -292,7 +293,8 @@ void wy_chunk(const TwinCall& call, size_t row0, size_t n, size_t kh) {
     // Forward substitution, 4 rows at a time: first all earlier rows, then the 4 among themselves.
     for (size_t i0 = 0; i0 < n; i0 += kStripRows) {
       const size_t m = std::min(kStripRows, n - i0);
-      multiply<Into::subtract>(m, kBoth, i0, a + i0 * kChunk, kChunk, 1, x, kBoth, x + i0 * kBoth, kBoth);
+      multiply<Into::subtract>(m, kBoth, i0, a + i0 * kChunk, kChunk, 1, x, kBoth, x + i0 * kBoth,
+                               kBoth);
       for (size_t i = i0 + 1; i < i0 + m; ++i) {
         for (size_t j = i0; j < i; ++j) {
           const float factor = a[i * kChunk + j];
@@ -324,7 +326,7 @@ void scan_columns(const TwinCall& call, size_t h, size_t v0) {
   float* o = arg<float>(call, 8) + value_at;
   constexpr size_t kV = kScanColumns;
   float* s = scratch(0, (kDim + 2 * kChunk) * kV);
-  float* d = s + kDim * kV;    // [n][kV]: what each row writes
+  float* d = s + kDim * kV;  // [n][kV]: what each row writes
   float* out = d + kChunk * kV;
   flip(state_in, kDim, kV, kDim, s, kV, kV);
   for (size_t row0 = 0; row0 < p.rows; row0 += kChunk) {
@@ -340,7 +342,8 @@ void scan_columns(const TwinCall& call, size_t h, size_t v0) {
       const float grown = std::exp(float(sums[i]));
       for (size_t v = 0; v < kV; ++v) out[i * kV + v] *= grown;
     }
-    multiply<Into::add>(n, kV, n, scores + row0 * heads * kChunk, heads * kChunk, 1, d, kV, out, kV, true);
+    multiply<Into::add>(n, kV, n, scores + row0 * heads * kChunk, heads * kChunk, 1, d, kV, out, kV,
+                        true);
     const float kept = std::exp(float(sums[n - 1]));
     for (size_t i = 0; i < n; ++i) {
       std::memcpy(o + (row0 + i) * value_row, out + i * kV, kV * sizeof(float));
@@ -435,7 +438,7 @@ void delta_prep(const TwinCall& call) {
       load_taps(conv, arg<float>(call, 1) + LILY_CONV_WIDTH * head * kDim);
       for (size_t i = 0; i < kKept; ++i) {
         widen_head(r0 + i < kKept ? conv_in + (r0 + i) * channels + head * kDim
-                             : proj + (r0 + i - kKept) * p.proj_stride + head * kDim,
+                                  : proj + (r0 + i - kKept) * p.proj_stride + head * kDim,
                    conv.past[i]);
       }
       for (size_t r = r0; r < end; ++r) {
@@ -471,9 +474,8 @@ void delta_wy(const TwinCall& call) {
 
 void delta_scan(const TwinCall& call) {
   constexpr size_t kBlocks = kDim / kScanColumns;
-  parallel(call, params<DeltaScan>(call).value_heads * kBlocks, [&](size_t job) {
-    scan_columns(call, job / kBlocks, job % kBlocks * kScanColumns);
-  });
+  parallel(call, params<DeltaScan>(call).value_heads * kBlocks,
+           [&](size_t job) { scan_columns(call, job / kBlocks, job % kBlocks * kScanColumns); });
 }
 
 void gated_norm(const TwinCall& call) {
@@ -488,8 +490,8 @@ void gated_norm(const TwinCall& call) {
         widen_head(arg<Act>(call, 1) + r * p.proj_stride + p.z_offset + h * kDim, gate);
         const float inv = 1.0f / std::sqrt(dot_head(o, o) / float(kDim) + p.eps);
         for (size_t i = 0; i < kDim; i += kWide) {
-          store_vec(gate + i, load_vec(o + i) * inv * load_vec(gain + i) *
-                                    silu_vec(load_vec(gate + i)));
+          store_vec(gate + i,
+                    load_vec(o + i) * inv * load_vec(gain + i) * silu_vec(load_vec(gate + i)));
         }
         Act* y = arg<Act>(call, 3) + (r * p.heads + h) * kDim;
         for (size_t i = 0; i < kDim; ++i) store(y, i, gate[i]);

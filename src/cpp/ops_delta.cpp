@@ -7,10 +7,10 @@ namespace lily {
 namespace {
 
 constexpr uint64_t kDim = LILY_DELTA_DIM;
-constexpr uint32_t kStepColumns = 32;  // value columns of a delta_step threadgroup
-constexpr uint32_t kPrepRows = 32;     // rows of a delta_prep threadgroup
-constexpr uint32_t kScanColumns = 16;  // value columns of a delta_scan threadgroup
-constexpr uint32_t kGatedHeads = 4;    // heads of a gated_norm threadgroup
+constexpr uint32_t kStepColumns = 32;   // value columns of a delta_step threadgroup
+constexpr uint32_t kPrepRows = 32;      // rows of a delta_prep threadgroup
+constexpr uint32_t kScanColumns = 16;   // value columns of a delta_scan threadgroup
+constexpr uint32_t kGatedHeads = 4;     // heads of a gated_norm threadgroup
 constexpr uint64_t kMaxGroups = 65535;  // of a grid's second and third dimension
 
 void check_heads(const char* what, uint32_t key_heads, uint32_t value_heads) {
@@ -51,9 +51,9 @@ Plan plan(const DeltaStep& p, const Target& t) {
   check_columns("delta_step", "b", p.b_offset, p.value_heads, p.proj_stride);
   check(p.head_parts == kDim / kStepColumns, "delta_step: ", p.head_parts,
         " partial sums per head, makes ", kDim / kStepColumns);
-  const uint64_t used = std::max({channels, p.z_offset + columns,
-                                  uint64_t(p.a_offset) + p.value_heads,
-                                  uint64_t(p.b_offset) + p.value_heads});
+  const uint64_t used =
+      std::max({channels, p.z_offset + columns, uint64_t(p.a_offset) + p.value_heads,
+                uint64_t(p.b_offset) + p.value_heads});
   // Not written in a verification; a slot without rows is left as it is.
   const Access written = p.write_state ? Access::write : Access::none;
   Plan plan;
@@ -109,8 +109,8 @@ Plan plan(const DeltaPrep& p, const Target& t) {
   check_columns("delta_prep", "q, k, v", 0, channels, p.proj_stride);
   check_columns("delta_prep", "a", p.a_offset, p.value_heads, p.proj_stride);
   check_columns("delta_prep", "b", p.b_offset, p.value_heads, p.proj_stride);
-  const uint64_t used = std::max({channels, uint64_t(p.a_offset) + p.value_heads,
-                                  uint64_t(p.b_offset) + p.value_heads});
+  const uint64_t used = std::max(
+      {channels, uint64_t(p.a_offset) + p.value_heads, uint64_t(p.b_offset) + p.value_heads});
   const uint64_t keys = p.rows * p.key_heads * kDim, gates = uint64_t(p.rows) * p.value_heads;
   Plan plan;
   plan.variant = find_variant(Op::delta_prep);

@@ -7,9 +7,15 @@ static inline float dot4(float4 a, float4 b, float sum) {
   return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
 }
 // The causal convolution: the last 3 inputs, oldest first, and the taps, of one channel or of 4.
-struct ConvPast { float at[3]; };
-struct ConvPast4 { float4 at[3]; };
-struct ConvTaps4 { float4 of[4]; };  // by channel
+struct ConvPast {
+  float at[3];
+};
+struct ConvPast4 {
+  float4 at[3];
+};
+struct ConvTaps4 {
+  float4 of[4];
+};  // by channel
 // silu of the convolution at input `now`; the window moves on to it.
 static inline float conv1(thread ConvPast& past, float now, float4 taps) {
   const float y = dot4(float4(past.at[0], past.at[1], past.at[2], now), taps, 0.0f);
@@ -30,7 +36,8 @@ static inline float4 conv4(thread ConvPast4& past, float4 now, thread const Conv
 }
 static inline ConvTaps4 load_taps(device const float* conv_w, uint channel) {
   ConvTaps4 taps;
-  UNROLL for (uint e = 0; e < 4; ++e) taps.of[e] = *(device const float4*)(conv_w + 4 * (channel + e));
+  UNROLL for (uint e = 0; e < 4; ++e)
+    taps.of[e] = *(device const float4*)(conv_w + 4 * (channel + e));
   return taps;
 }
 // 1 / l2 norm of a head that lies 4 values a lane.
@@ -75,7 +82,8 @@ static inline void delta_step_body(device const act_t* proj, device const float*
     k_past.at[i] = load4(at + k0);
     v_past.at[i] = to_float(at[v_channel]);
   }
-  const ulong state_at = (((ulong)slot * p.value_heads + h) * LILY_DELTA_DIM + v0) * LILY_DELTA_DIM + 4 * lane;
+  const ulong state_at =
+      (((ulong)slot * p.value_heads + h) * LILY_DELTA_DIM + v0) * LILY_DELTA_DIM + 4 * lane;
   float4 s[DELTA_COLUMNS];
   UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
     s[j] = *(device const float4*)(state_in + state_at + j * LILY_DELTA_DIM);
@@ -95,13 +103,16 @@ static inline void delta_step_body(device const act_t* proj, device const float*
       s[j] *= decay;
       d[j] = dot4(s[j], k, 0.0f);
     }
-    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) d[j] = simd_sum(d[j]);
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j)
+      d[j] = simd_sum(d[j]);
     UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
       s[j] += (beta * (simd_shuffle(v, (ushort)j) - d[j])) * k;
       d[j] = dot4(s[j], q, 0.0f);
     }
-    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) d[j] = simd_sum(d[j]);
-    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) o = lane == j ? d[j] : o;
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j)
+      d[j] = simd_sum(d[j]);
+    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j)
+      o = lane == j ? d[j] : o;
     if (lane < DELTA_COLUMNS) {
       const float z = to_float(at[p.z_offset + mine]);
       u[(ulong)r * p.value_heads * LILY_DELTA_DIM + mine] = to_act(o * v_gain * silu(z));
@@ -153,7 +164,8 @@ static inline void delta_out_body(device const uint* codes, device const uint* p
   if (row >= step->rows) return;
   float acc[2] = {0.0f, 0.0f};
   for (uint k0 = 32 * lane; k0 < k; k0 += 1024) {
-    device const float* parts = head_ssq + ((ulong)row * p.heads + k0 / LILY_DELTA_DIM) * p.head_parts;
+    device const float* parts =
+        head_ssq + ((ulong)row * p.heads + k0 / LILY_DELTA_DIM) * p.head_parts;
     float sum = 0.0f;
     for (uint i = 0; i < p.head_parts; ++i) sum += parts[i];
     const float inv = inv_sqrt(sum / float(LILY_DELTA_DIM) + p.eps);
@@ -217,7 +229,7 @@ static inline void delta_prep_body(device const act_t* proj, device const float*
   const ConvTaps4 taps = load_taps(conv_w, c0);
   ConvPast4 past;
   UNROLL for (uint i = 0; i < 3; ++i) {
-    if (r0 + i < 3) past.at[i] = load4(conv_in + (ulong)(r0 + i) * channels + c0);
+    if (r0 == 0) past.at[i] = load4(conv_in + (ulong)i * channels + c0);
     else past.at[i] = load4(proj + (ulong)(r0 + i - 3) * p.proj_stride + c0);
   }
   for (uint r = r0; r < end; ++r) {
@@ -231,7 +243,8 @@ static inline void delta_prep_body(device const act_t* proj, device const float*
     }
   }
   if (end == p.rows) {
-    UNROLL for (uint i = 0; i < 3; ++i) store4(conv_out + (ulong)i * channels + c0, past.at[i]);
+    UNROLL for (uint i = 0; i < 3; ++i)
+      store4(conv_out + (ulong)i * channels + c0, past.at[i]);
   }
 }
 #define DELTA_PREP(op, name, c0, c1, c2)                                                         \
@@ -270,7 +283,8 @@ static inline void decay_sums(device const float* g, uint row0, uint rows, uint 
 // `count` float4 columns of LILY_CHUNK rows (heads of `width` floats) into stage[row][ld]; zeros
 // past the end of the sequence.
 static inline void stage_rows(device const float* from, uint row0, uint rows, ulong row_floats,
-                              uint count, threadgroup float* stage, uint ld, uint tid, uint threads) {
+                              uint count, threadgroup float* stage, uint ld, uint tid,
+                              uint threads) {
   for (uint i = tid; i < LILY_CHUNK * count; i += threads) {
     const uint r = i / count, c = i % count;
     float4 v = float4(0.0f);
@@ -314,12 +328,15 @@ static inline void delta_wy_body(device const float* q, device const float* k,
   threadgroup float* stage_q = stage + LILY_CHUNK * WY_LD;
   float kk[4][4], qk[4][4];
   UNROLL for (uint i = 0; i < 4; ++i) {
-    UNROLL for (uint j = 0; j < 4; ++j) kk[i][j] = qk[i][j] = 0.0f;
+    UNROLL for (uint j = 0; j < 4; ++j)
+      kk[i][j] = qk[i][j] = 0.0f;
   }
   for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += WY_PIECE) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_rows(k + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, WY_PIECE / 4, stage, WY_LD, tid, WY_THREADS);
-    stage_rows(q + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, WY_PIECE / 4, stage_q, WY_LD, tid, WY_THREADS);
+    stage_rows(k + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, WY_PIECE / 4, stage, WY_LD,
+               tid, WY_THREADS);
+    stage_rows(q + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, WY_PIECE / 4, stage_q, WY_LD,
+               tid, WY_THREADS);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint d = 0; d < WY_PIECE; d += 4) {
       float4 cols[4];
@@ -342,8 +359,9 @@ static inline void delta_wy_body(device const float* q, device const float* k,
       const uint r = rg + 16 * i, c = cg + 16 * j;
       // Above the diagonal the difference is positive and could overflow: never taken.
       const float decay = c <= r ? exp_(pair_difference(sums[r], sums[c])) : 0.0f;
-      // A is kept transposed, [c][r], so that the substitution reads 4 rows at once.
-      if (j <= i) stage[c * WY_A_LD + r] = c < r ? betas[r] * decay * kk[i][j] : 0.0f;
+      // A is kept transposed, [c][r], so that the substitution reads 4 rows at once; it uses what
+      // lies below the diagonal.
+      if (j <= i) stage[c * WY_A_LD + r] = betas[r] * decay * kk[i][j];
       if (row0 + r < rows) {
         scores[((ulong)(row0 + r) * p.value_heads + h) * LILY_CHUNK + c] = decay * qk[i][j];
       }
@@ -367,7 +385,8 @@ static inline void delta_wy_body(device const float* q, device const float* k,
       const float done = to[j * value_floats];
       UNROLL for (uint e = 0; e < 4; ++e) {
         const float4 a = *(threadgroup const float4*)(stage + j * WY_A_LD + b + 4 * e);
-        UNROLL for (uint f = 0; f < 4; ++f) x[4 * e + f] = fma(-a[f], done, x[4 * e + f]);
+        UNROLL for (uint f = 0; f < 4; ++f)
+          x[4 * e + f] = fma(-a[f], done, x[4 * e + f]);
       }
     }
     UNROLL for (uint j = 0; j < 15; ++j) {
@@ -409,15 +428,12 @@ LILY_VARIANTS_delta_wy(DELTA_WY)
 #define SCAN_LD (SCAN_PIECE + 4)          // rows on different banks
 #define SCAN_WIDE_LD (LILY_CHUNK + 4)     // of 64 columns of scores or k, and of d
 #define SCAN_STATE_LD (LILY_DELTA_DIM + 4)
-static inline void delta_scan_body(device const float* q, device const float* k,
-                                   device const float* g, device const float* w,
-                                   device const float* u, device const float* scores,
-                                   device const float* state_in, device float* state_out,
-                                   device float* o, PARAM_REF(DeltaScan) p,
-                                   threadgroup float* state, threadgroup float* d,
-                                   threadgroup float* stage, threadgroup float* grown,
-                                   threadgroup float* rest, uint3 group, uint tid, uint lane,
-                                   uint simd) {
+static inline void delta_scan_body(
+    device const float* q, device const float* k, device const float* g, device const float* w,
+    device const float* u, device const float* scores, device const float* state_in,
+    device float* state_out, device float* o, PARAM_REF(DeltaScan) p, threadgroup float* state,
+    threadgroup float* d, threadgroup float* stage, threadgroup float* grown,
+    threadgroup float* rest, uint3 group, uint tid, uint lane, uint simd) {
   const uint h = group.x, v0 = group.y * SCAN_V, rows = p.rows;
   const uint kh = h / (p.value_heads / p.key_heads);
   const ulong key_floats = (ulong)p.key_heads * LILY_DELTA_DIM;
@@ -440,9 +456,11 @@ static inline void delta_scan_body(device const float* q, device const float* k,
       rest[2 * lane + 1] = exp_(pair_difference(last, odd));
     }
     float acc[8][2];  // 4 rows of w S^T, 4 of q S^T
-    UNROLL for (uint i = 0; i < 8; ++i) acc[i][0] = acc[i][1] = 0.0f;
+    UNROLL for (uint i = 0; i < 8; ++i)
+      acc[i][0] = acc[i][1] = 0.0f;
     for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += SCAN_PIECE) {
-      stage_rows(w + h * LILY_DELTA_DIM + d0, row0, rows, value_floats, SCAN_PIECE / 4, stage, SCAN_LD, tid, SCAN_THREADS);
+      stage_rows(w + h * LILY_DELTA_DIM + d0, row0, rows, value_floats, SCAN_PIECE / 4, stage,
+                 SCAN_LD, tid, SCAN_THREADS);
       stage_rows(q + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, SCAN_PIECE / 4,
                  stage + LILY_CHUNK * SCAN_LD, SCAN_LD, tid, SCAN_THREADS);
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -489,7 +507,8 @@ static inline void delta_scan_body(device const float* q, device const float* k,
     const float kept = grown[LILY_CHUNK - 1];
     for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += LILY_CHUNK) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage_rows(k + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, LILY_CHUNK / 4, stage, SCAN_WIDE_LD, tid, SCAN_THREADS);
+      stage_rows(k + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, LILY_CHUNK / 4, stage,
+                 SCAN_WIDE_LD, tid, SCAN_THREADS);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       float4 sum0 = float4(0.0f), sum1 = float4(0.0f);
       for (uint r = 0; r < LILY_CHUNK; r += 4) {
@@ -503,7 +522,8 @@ static inline void delta_scan_body(device const float* q, device const float* k,
         }
       }
       threadgroup float4* s0 = (threadgroup float4*)(state + cg * SCAN_STATE_LD + d0 + 4 * rg);
-      threadgroup float4* s1 = (threadgroup float4*)(state + (cg + 8) * SCAN_STATE_LD + d0 + 4 * rg);
+      threadgroup float4* s1 =
+          (threadgroup float4*)(state + (cg + 8) * SCAN_STATE_LD + d0 + 4 * rg);
       *s0 = kept * *s0 + sum0;
       *s1 = kept * *s1 + sum1;
     }

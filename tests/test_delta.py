@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import kernel_harness as h
 import numpy as np
 import pytest
+
+import kernel_harness as h
 import reference as ref
 from kernel_harness import In, InOut, Kernels, Out
 from lily import _core

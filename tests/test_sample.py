@@ -463,7 +463,7 @@ def test_score_of_nonsense(kernels: Kernels) -> None:
     ("change", "message"),
     [
         ({"rows": 17}, "17 rows, supported 1 to 16"),
-        ({"vocab": 2**20 + 1}, "vocabulary of 1048577, supported 1 to 1048576"),
+        ({"vocab": 2**19 + 1}, "vocabulary of 524289, supported 1 to 524288"),
         ({"token_limit": 101}, "token limit 101 of a vocabulary of 100"),
         ({"ring": 0}, "ring of 0 entries, needs 1 or more"),
     ],

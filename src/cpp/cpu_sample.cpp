@@ -8,8 +8,8 @@ namespace lily {
 namespace LILY_CPU_NS {
 namespace {
 
-constexpr uint32_t kBlock = 1024;      // tokens of a block of statistics
-constexpr uint32_t kMaxBlocks = 1024;  // of a row
+constexpr uint32_t kBlock = 1024;     // tokens of a block of statistics
+constexpr uint32_t kMaxBlocks = 512;  // of a row
 constexpr float kMaxFloat = 3.402823466e+38f;
 
 // ---- util.h's functions, operation by operation ----

@@ -4,8 +4,9 @@
 namespace lily {
 namespace {
 
-constexpr uint32_t kBlock = 1024;      // tokens of a block of statistics, see sample.metal
-constexpr uint32_t kMaxBlocks = 1024;  // a draw has one thread for each
+constexpr uint32_t kBlock = 1024;  // tokens of a block of statistics, see sample.metal
+constexpr uint32_t kDrawThreads = 512;
+constexpr uint32_t kMaxBlocks = kDrawThreads;  // a draw has one thread for each
 constexpr uint32_t kStats = 8;
 
 void check_sampling(const char* what, uint32_t rows, uint32_t vocab, uint32_t token_limit) {
@@ -58,7 +59,7 @@ Plan plan(const SampleDraw& p, const Target&) {
   const uint64_t values = uint64_t(p.rows) * p.vocab;
   Plan plan;
   plan.variant = find_variant(Op::sample_draw);
-  plan.grid = {p.rows, 1, 1, 1024};
+  plan.grid = {p.rows, 1, 1, kDrawThreads};
   plan.needs = {
       {"logits", DType::f32, values, Access::read},
       {"adjusted", DType::f32, values, Access::read},

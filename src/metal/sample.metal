@@ -3,17 +3,20 @@
 // explicit fma, integer sums, no value that depends on who comes first.
 #include "util.h"
 
-#define SAMPLE_BLOCK 1024  // tokens of a block of statistics, threads of a draw
+#define SAMPLE_BLOCK 1024  // tokens of a block of statistics, threads of score and sample_scan
 #define SAMPLE_SIMDS 32
+#define DRAW_THREADS 512  // of sample_draw, which wants more registers than 1024 threads have
+#define DRAW_SIMDS 16
 
-// ---- groups of 1024 threads ---------------------------------------------------------------------
+// ---- whole groups -------------------------------------------------------------------------------
 struct Best {
   float value;
   uint id;
 };
-// The highest value of the group and the lowest id that has it. No value may be NaN.
+// The highest value of the group and the lowest id that has it. No value may be NaN; simds is a
+// power of two.
 static inline Best group_best(float value, uint id, threadgroup float* values,
-                              threadgroup uint* ids, uint lane, uint simd) {
+                              threadgroup uint* ids, uint lane, uint simd, uint simds) {
   Best best;
   best.value = simd_max(value);
   best.id = simd_min(value == best.value ? id : 0xffffffffu);
@@ -23,9 +26,10 @@ static inline Best group_best(float value, uint id, threadgroup float* values,
     ids[simd] = best.id;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const float v = values[lane];
+  const uint other = lane & (simds - 1);
+  const float v = values[other];
   best.value = simd_max(v);
-  best.id = simd_min(v == best.value ? ids[lane] : 0xffffffffu);
+  best.id = simd_min(v == best.value ? ids[other] : 0xffffffffu);
   return best;
 }
 // Sum over the lanes up to this one. Shuffles have 32 bits.
@@ -38,12 +42,12 @@ static inline ulong simd_prefix(ulong v, uint lane) {
 }
 // Sum over the threads before this one, and over all.
 static inline ulong group_prefix(ulong v, thread ulong& total, threadgroup ulong* scratch,
-                                 uint lane, uint simd) {
+                                 uint lane, uint simd, uint simds) {
   const ulong sum = simd_prefix(v, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (lane == 31) scratch[simd] = sum;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const ulong sums = simd_prefix(scratch[lane], lane);
+  const ulong sums = simd_prefix(lane < simds ? scratch[lane] : 0, lane);
   total = ((ulong)simd_shuffle((uint)(sums >> 32), 31) << 32) | simd_shuffle((uint)sums, 31);
   // What the simdgroups before this one have lies one lane below its own.
   const ushort below = simd > 0 ? simd - 1 : 0;
@@ -68,7 +72,7 @@ static inline ulong group_prefix(ulong v, thread ulong& total, threadgroup ulong
         at = i;                                                                                    \
       }                                                                                            \
     }                                                                                              \
-    const Best best = group_best(top, at, values, ids, lane, simd);                                \
+    const Best best = group_best(top, at, values, ids, lane, simd, SAMPLE_SIMDS);                  \
     for (uint i = tid; i < p.vocab; i += SAMPLE_BLOCK) sum += exp_(row[i] - best.value);           \
     sum = group_sum(sum, values, lane, simd, SAMPLE_SIMDS);                                        \
     if (tid == 0) {                                                                                \
@@ -137,14 +141,15 @@ static inline float adjust(float l, uint token, uint slot, uint vocab, uint limi
       v = adjust(l, token, step->slot[row], p.vocab, p.token_limit, step);                         \
       adjusted[at] = v;                                                                            \
     }                                                                                              \
-    const Best raw = group_best(l == l ? l : -INFINITY, token, values, ids, lane, simd);           \
-    const Best best = group_best(v, token, values, ids, lane, simd);                               \
+    const float ordered = l == l ? l : -INFINITY;                                                  \
+    const Best raw = group_best(ordered, token, values, ids, lane, simd, SAMPLE_SIMDS);            \
+    const Best best = group_best(v, token, values, ids, lane, simd, SAMPLE_SIMDS);                 \
     const float e = real ? exp_(l - raw.value) : 0.0f;                                             \
     const float sum = group_sum(e, values, lane, simd, SAMPLE_SIMDS);                              \
     const ulong broken = real && !isfinite(l), nonzero = real && l != 0.0f;                        \
     ulong counts;                                                                                  \
     group_prefix((ulong)(v > -INFINITY) | (broken << 16) | (nonzero << 32), counts, scratch, lane, \
-                 simd);                                                                            \
+                 simd, SAMPLE_SIMDS);                                                              \
     if (tid == 0) {                                                                                \
       device float* to = stats + ((ulong)row * ((p.vocab + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK) +     \
                                   group.x) * 8;                                                    \
@@ -184,28 +189,28 @@ static inline ulong part_of(float share, ulong total) {
 static inline void load_strided(device const float* adjusted, uint vocab, uint i,
                                 thread float (&v)[4]) {
   UNROLL for (uint j = 0; j < 4; ++j) {
-    v[j] = i + j * SAMPLE_BLOCK < vocab ? adjusted[i + j * SAMPLE_BLOCK] : -INFINITY;
+    v[j] = i + j * DRAW_THREADS < vocab ? adjusted[i + j * DRAW_THREADS] : -INFINITY;
   }
 }
 static inline ulong kept_mass(device const float* adjusted, uint vocab, float top, Kept kept,
                               threadgroup ulong* scratch, uint tid, uint lane, uint simd) {
   ulong mass = 0, total;
-  for (uint i = tid; i < vocab; i += 4 * SAMPLE_BLOCK) {
+  for (uint i = tid; i < vocab; i += 4 * DRAW_THREADS) {
     float v[4];
     load_strided(adjusted, vocab, i, v);
     UNROLL for (uint j = 0; j < 4; ++j) {
-      const bool counted = is_kept(kept, order_key(v[j]), i + j * SAMPLE_BLOCK);
+      const bool counted = is_kept(kept, order_key(v[j]), i + j * DRAW_THREADS);
       if (counted) mass += fixed_mass(relative(v[j], top));
     }
   }
-  group_prefix(mass, total, scratch, lane, simd);
+  group_prefix(mass, total, scratch, lane, simd, DRAW_SIMDS);
   return total;
 }
 // In order of rank (value, then lowest id) a token stays while those before it have less than
 // `target` together: tokens (top-k) or mass (top-p). 1 <= target <= what is there. First by bins of
-// 1/32 of distance from the best, then, inside the bin where the limit falls, by the bytes of the
+// 1/16 of distance from the best, then, inside the bin where the limit falls, by the bytes of the
 // key; last by id among equal values.
-#define KEEP_BINS 1024
+#define KEEP_BINS DRAW_THREADS
 static inline Kept keep_first(device const float* adjusted, uint vocab, float top, Kept kept,
                               bool by_mass, ulong target, threadgroup atomic_uint* bins,
                               threadgroup ulong* scratch, threadgroup ulong* found, uint tid,
@@ -218,13 +223,13 @@ static inline Kept keep_first(device const float* adjusted, uint vocab, float to
       atomic_store_explicit(&bins[j * KEEP_BINS + tid], 0, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = tid; i < vocab; i += 4 * SAMPLE_BLOCK) {
+    for (uint i = tid; i < vocab; i += 4 * DRAW_THREADS) {
       float v[4];
       load_strided(adjusted, vocab, i, v);
       UNROLL for (uint j = 0; j < 4; ++j) {
         const uint k = order_key(v[j]);
-        const uint distance = uint(min((top - v[j]) * 32.0f, KEEP_BINS - 1.0f));
-        bool counted = is_kept(kept, k, i + j * SAMPLE_BLOCK);
+        const uint distance = uint(min((top - v[j]) * 16.0f, KEEP_BINS - 1.0f));
+        bool counted = is_kept(kept, k, i + j * DRAW_THREADS);
         uint bin = distance;
         if (level > 0) {
           counted = counted && distance == near && (level == 1 || (k >> (shift + 8)) == key);
@@ -250,7 +255,7 @@ static inline Kept keep_first(device const float* adjusted, uint vocab, float to
       own = ((ulong)atomic_load_explicit(&bins[2 * KEEP_BINS + tid], memory_order_relaxed) << 32) |
             atomic_load_explicit(&bins[KEEP_BINS + tid], memory_order_relaxed);
     }
-    const ulong first = before + group_prefix(own, total, scratch, lane, simd);
+    const ulong first = before + group_prefix(own, total, scratch, lane, simd, DRAW_SIMDS);
     if (first < target && target <= first + own) {
       found[0] = tid;
       found[1] = count;
@@ -275,10 +280,10 @@ static inline Kept keep_first(device const float* adjusted, uint vocab, float to
   result.cut = key == kept.key ? kept.cut : 0xffffffffu;
   if (quota < ties) {
     ulong seen = 0;
-    for (uint i = tid; i - tid < vocab && seen < quota; i += SAMPLE_BLOCK) {
+    for (uint i = tid; i - tid < vocab && seen < quota; i += DRAW_THREADS) {
       const uint k = i < vocab ? order_key(adjusted[i]) : 0;
       const bool tie = k == key && is_kept(kept, k, i);
-      const ulong at = seen + group_prefix(tie, total, scratch, lane, simd);
+      const ulong at = seen + group_prefix(tie, total, scratch, lane, simd, DRAW_SIMDS);
       if (tie && at + 1 == quota) found[3] = i;
       seen += total;
     }
@@ -344,7 +349,7 @@ static inline uint draw(device const float* adjusted, uint vocab, float top, uin
   const float least = min(s->min_p, 1.0f);  // the best token always stays
   float best = -INFINITY;
   uint at = 0xffffffffu;
-  for (uint i = 4 * tid; i < vocab; i += 4 * SAMPLE_BLOCK) {
+  for (uint i = 4 * tid; i < vocab; i += 4 * DRAW_THREADS) {
     const uint4 words = philox(s->seed_low, s->seed_high, i / 4, position);
     UNROLL for (uint j = 0; j < 4; ++j) {
       const float v = i + j < vocab ? adjusted[i + j] : -INFINITY;
@@ -357,9 +362,9 @@ static inline uint draw(device const float* adjusted, uint vocab, float top, uin
       }
     }
   }
-  return group_best(best, at, values, ids, lane, simd).id;
+  return group_best(best, at, values, ids, lane, simd, DRAW_SIMDS).id;
 }
-// A group of 1024 threads per row, a thread for each block's statistics.
+// A group per row, a thread for each block's statistics.
 static inline void sample_draw_body(device const float* logits, device const float* adjusted,
                                     device const float* stats, device Sampled* entries, uint vocab,
                                     uint ring, device Step* step, uint row,
@@ -384,9 +389,9 @@ static inline void sample_draw_body(device const float* logits, device const flo
     counts = (ulong)as_type<uint>(b[STAT_ALLOWED]) | ((ulong)as_type<uint>(b[STAT_BROKEN]) << 32) |
              ((ulong)as_type<uint>(b[STAT_NONZERO]) << 48);
   }
-  group_prefix(counts, counts, scratch, lane, simd);
-  const Best raw = group_best(head.value, head.id, values, ids, lane, simd);
-  const Best best = group_best(own.value, own.id, values, ids, lane, simd);
+  group_prefix(counts, counts, scratch, lane, simd, DRAW_SIMDS);
+  const Best raw = group_best(head.value, head.id, values, ids, lane, simd, DRAW_SIMDS);
+  const Best best = group_best(own.value, own.id, values, ids, lane, simd, DRAW_SIMDS);
   const bool broken = ((counts >> 32) & 0xffff) != 0 || (counts >> 48) == 0;
   const uint status = broken ? 2 : best.value == -INFINITY ? 3 : 1;
   device Sampled* entry = entries + (ulong)row * ring + position % ring;
@@ -403,7 +408,7 @@ static inline void sample_draw_body(device const float* logits, device const flo
   if (status != 1) return;  // the same for the whole group
   // A block's sum counts from its own maximum.
   sum = tid < blocks ? sum * exp_(head.value - raw.value) : 0.0f;
-  const float norm = raw.value + log_(group_sum(sum, values, lane, simd, SAMPLE_SIMDS));
+  const float norm = raw.value + log_(group_sum(sum, values, lane, simd, DRAW_SIMDS));
   uint token = best.id;
   if (s->temperature > 0.0f) {
     token = draw(adjusted, vocab, best.value, (uint)counts, s, position, bins, scratch, found,
@@ -411,17 +416,27 @@ static inline void sample_draw_body(device const float* logits, device const flo
   }
   const uint reported = min(s->logprobs, (uint)LILY_MAX_LOGPROBS);
   for (uint j = 0; j < reported; ++j) {
-    const Best next = group_best(head.value, head.id, values, ids, lane, simd);
+    const Best next = group_best(head.value, head.id, values, ids, lane, simd, DRAW_SIMDS);
     if (next.value == -INFINITY) break;
     if (tid == 0) {
       entry->top_id[j] = next.id;
       entry->top_logprob[j] = next.value - norm;
     }
     // That block's next: lower, or equal with a higher id.
-    const uint block = next.id / SAMPLE_BLOCK, i = block * SAMPLE_BLOCK + tid;
-    const float l = i < vocab ? logits[i] : -INFINITY;
-    const bool after = l < next.value || (l == next.value && i > next.id);
-    const Best rest = group_best(after ? l : -INFINITY, i, values, ids, lane, simd);
+    const uint block = next.id / SAMPLE_BLOCK;
+    Best rest;
+    rest.value = -INFINITY;
+    rest.id = 0xffffffffu;
+    for (uint i = block * SAMPLE_BLOCK + tid; i < min(vocab, (block + 1) * SAMPLE_BLOCK);
+         i += DRAW_THREADS) {
+      const float l = logits[i];
+      const bool after = l < next.value || (l == next.value && i > next.id);
+      if (after && l > rest.value) {
+        rest.value = l;
+        rest.id = i;
+      }
+    }
+    rest = group_best(rest.value, rest.id, values, ids, lane, simd, DRAW_SIMDS);
     if (tid == block) head = rest;
   }
   threadgroup_barrier(mem_flags::mem_device);  // all threads have read Step
@@ -440,10 +455,10 @@ static inline void sample_draw_body(device const float* logits, device const flo
                OUT(Sampled, ring, 3), PARAMS(SampleDraw, 4), STEP_OUT(5) IDS) {                    \
     READ_IDS                                                                                       \
     SHARED(atomic_uint, bins, 3 * KEEP_BINS);                                                      \
-    SHARED(ulong, scratch, SAMPLE_SIMDS);                                                          \
+    SHARED(ulong, scratch, DRAW_SIMDS);                                                            \
     SHARED(ulong, found, 4);                                                                       \
-    SHARED(float, values, SAMPLE_SIMDS);                                                           \
-    SHARED(uint, ids, SAMPLE_SIMDS);                                                               \
+    SHARED(float, values, DRAW_SIMDS);                                                             \
+    SHARED(uint, ids, DRAW_SIMDS);                                                                 \
     const uint row = group.x;                                                                      \
     if (row >= step->rows) return;                                                                 \
     const ulong at = (ulong)row * p.vocab;                                                         \

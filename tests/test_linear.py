@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import kernel_harness as h
 import numpy as np
 import pytest
+
+import kernel_harness as h
 import reference as ref
 from kernel_harness import In, InOut, Kernels, Out
-
 from lily import _core
 
 FORMATS = [(b, g, f16) for b in (4, 8) for g in (32, 64, 128) for f16 in (False, True)]
@@ -79,8 +79,16 @@ def run_project(
     cuts = np.linspace(0, k, parts + 1).astype(int)[:-1]
     ssq = np.add.reduceat(squares, cuts, axis=1).astype(np.float32)
     stride = stride or w.linear.n
-    p = h.params("project", w=w.linear, rows=rows, ssq_parts=parts, y_stride=stride,
-                 y_offset=offset, out_f32=int(f32), eps=EPS)
+    p = h.params(
+        "project",
+        w=w.linear,
+        rows=rows,
+        ssq_parts=parts,
+        y_stride=stride,
+        y_offset=offset,
+        out_f32=int(f32),
+        eps=EPS,
+    )
     y = Out(((rows - 1) * stride + offset + w.linear.n,), np.float32 if f32 else kernels.act_dtype)
     args = [In(w.codes), In(w.pairs), In(x), In(gain), In(ssq), y]
     flat, _ = kernels.run("project", p, args, step=h.make_step(rows if valid is None else valid))
@@ -109,7 +117,9 @@ def test_project_rows_do_not_matter(kernels: Kernels, bits: int) -> None:
     w = h.weight(rng, 35, 1024 + 448, bits, 64)
     gain = rng.uniform(0.5, 1.5, w.linear.k).astype(np.float32)
     x, xv = vectors(kernels, rng, 16, w.linear.k)
-    alone = np.concatenate([run_project(kernels, w, x[i : i + 1], gain, f32=True) for i in range(16)])
+    alone = np.concatenate(
+        [run_project(kernels, w, x[i : i + 1], gain, f32=True) for i in range(16)]
+    )
     close(alone, ref.project(xv, w.values[0], gain.astype(float), EPS))
     for rows in (2, 3, 4, 5, 16):
         y = run_project(kernels, w, x[:rows], gain, f32=True)
@@ -186,8 +196,9 @@ def check_matmul(
     x, xv = vectors(kernels, rng, rows, w.linear.k)
     want = ref.linear(xv, w.values[0])
     columns = w.linear.n // 2 if mode == "swiglu" else w.linear.n
-    p = h.params("matmul", w=w.linear, rows=rows, y_stride=stride, y_offset=offset,
-                 mode=MODES[mode])
+    p = h.params(
+        "matmul", w=w.linear, rows=rows, y_stride=stride, y_offset=offset, mode=MODES[mode]
+    )
     size = (rows - 1) * stride + offset + columns
     inside = np.zeros(rows * stride, bool).reshape(rows, stride)
     inside[:, offset : offset + columns] = True
@@ -267,13 +278,25 @@ def choose(rng: np.random.Generator, rows: int, experts: int, top_k: int) -> np.
 
 
 def run_experts(
-    kernels: Kernels, w: h.Weight, experts: int, x: np.ndarray, chosen: np.ndarray, tile: int,
+    kernels: Kernels,
+    w: h.Weight,
+    experts: int,
+    x: np.ndarray,
+    chosen: np.ndarray,
+    tile: int,
     swiglu: bool,
 ) -> np.ndarray:
     rows, top_k = chosen.shape
     order, offsets, tiles = group_pairs(chosen, experts, tile)
-    p = h.params("expert_matmul", w=w.linear, rows=rows, experts=experts, top_k=top_k, tile=tile,
-                 swiglu=int(swiglu))
+    p = h.params(
+        "expert_matmul",
+        w=w.linear,
+        rows=rows,
+        experts=experts,
+        top_k=top_k,
+        tile=tile,
+        swiglu=int(swiglu),
+    )
     out = kernels.out_act(rows * top_k, w.linear.n // 2 if swiglu else w.linear.n)
     args = [In(w.codes), In(w.pairs), In(x), In(order), In(offsets), In(tiles), out]
     (y,) = kernels.run("expert_matmul", p, args)
@@ -330,7 +353,7 @@ def test_expert_real_shapes(kernels: Kernels, swiglu: bool) -> None:
 
 
 def test_expert_far_offsets(kernels: Kernels) -> None:
-    """An expert behind 2^31 codes and 2^32 bytes; only its memory and the first one's is touched."""
+    """An expert behind 2^31 codes and 2^32 bytes; only it and the first have memory."""
     if kernels.device == "sim":
         pytest.skip("sim shadows every byte of 5 GB")
     rng = np.random.default_rng(10)
@@ -348,15 +371,27 @@ def test_expert_far_offsets(kernels: Kernels) -> None:
     chosen = np.array([[0], [last], [last]])
     lists = group_pairs(chosen, experts, 64)
     p = h.params("expert_matmul", w=two.linear, rows=3, experts=experts, top_k=1, tile=64, swiglu=0)
-    views = [(codes, 0, experts * code_bytes // 4, "u32"), (pairs, 0, experts * pair_bytes // 4, "u32")]
+    views = [
+        (codes, 0, experts * code_bytes // 4, "u32"),
+        (pairs, 0, experts * pair_bytes // 4, "u32"),
+    ]
     name = "f32" if kernels.exact else "bf16"
     for array in (x, *lists):
         kind = name if array.dtype == kernels.act_dtype else "u32"
         views.append((kernels.place(array), h.GUARD, array.size, kind))
     got = poison((3, n), kernels.act_dtype)
     out = kernels.place(got)
-    core.run([("expert_matmul", np.frombuffer(bytes(p), np.uint8),
-               [*views, (out, h.GUARD, got.size, name)], [], [])])
+    core.run(
+        [
+            (
+                "expert_matmul",
+                np.frombuffer(bytes(p), np.uint8),
+                [*views, (out, h.GUARD, got.size, name)],
+                [],
+                [],
+            )
+        ]
+    )
     want = np.stack([two.values[i] @ v for i, v in zip((0, 1, 1), xv, strict=True)])
     close(kernels.fetch(out, got), want)
 
@@ -372,8 +407,15 @@ def test_refusals_name_both_numbers() -> None:
     kernels = Kernels("cpu", True)
     w = h.weight(np.random.default_rng(0), 8, 128, 4, 64)
     x, gain, ssq = np.ones((1, 128), np.float32), np.ones(128, np.float32), np.ones(1, np.float32)
-    project = {"w": w.linear, "rows": 1, "ssq_parts": 1, "y_stride": 8, "y_offset": 0,
-               "out_f32": 1, "eps": EPS}
+    project = {
+        "w": w.linear,
+        "rows": 1,
+        "ssq_parts": 1,
+        "y_stride": 8,
+        "y_offset": 0,
+        "out_f32": 1,
+        "eps": EPS,
+    }
     args = [In(w.codes), In(w.pairs), In(x), In(gain), In(ssq), Out((1, 8), np.float32)]
     refused(kernels, "project", "17 rows, supported 1 to 16", args, **{**project, "rows": 17})
     refused(kernels, "project", "columns 1 to 9 of rows of 8", args, **{**project, "y_offset": 1})
@@ -382,15 +424,28 @@ def test_refusals_name_both_numbers() -> None:
     matmul = {"w": w.linear, "rows": 1, "y_stride": 8, "y_offset": 0, "mode": 0}
     args = [In(w.codes), In(w.pairs), In(x), Out((1, 8), np.float32)]
     refused(kernels, "matmul", "mode 4, the last one is 3", args, **{**matmul, "mode": 4})
-    for k, group, says in ((96, 32, "k must be a multiple of 64"), (192, 128, "192 is no multiple")):
+    for k, group, says in (
+        (96, 32, "k must be a multiple of 64"),
+        (192, 128, "192 is no multiple"),
+    ):
         bad = h.linear(8, k, 4, group)
         refused(kernels, "matmul", says, args, **{**matmul, "w": bad})
-    refused(kernels, "matmul", "5 bits, supported 4, 8, 16", args,
-            **{**matmul, "w": h.linear(8, 128, 5, 64)})
+    refused(
+        kernels,
+        "matmul",
+        "5 bits, supported 4, 8, 16",
+        args,
+        **{**matmul, "w": h.linear(8, 128, 5, 64)},
+    )
     odd = h.linear(7, 128, 4, 64)
     refused(kernels, "matmul", "n is 7", args, **{**matmul, "w": odd, "mode": 3})
     experts = {"w": w.linear, "rows": 1, "experts": 2, "top_k": 1, "tile": 65, "swiglu": 0}
     refused(kernels, "expert_matmul", "65 pairs, supported 1 to 64", [], **experts)
-    refused(kernels, "expert_matmul", "top-k 3, supported 1 to 16 of 2 experts", [],
-            **{**experts, "tile": 64, "top_k": 3})
+    refused(
+        kernels,
+        "expert_matmul",
+        "top-k 3, supported 1 to 16 of 2 experts",
+        [],
+        **{**experts, "tile": 64, "top_k": 3},
+    )
     refused(kernels, "rms_norm", "rows of 100 values", [], rows=1, k=100, eps=EPS)

@@ -7,9 +7,9 @@ namespace {
 
 using namespace matrix;
 
-constexpr uint32_t kBlock = 64;         // weight rows of a project job
-constexpr uint32_t kRowBlock = 480;     // vectors packed at a time: bounds the scratch memory
-constexpr uint32_t kPanelsPerJob = 8;   // of an expert
+constexpr uint32_t kBlock = 64;        // weight rows of a project job
+constexpr uint32_t kRowBlock = 480;    // vectors packed at a time: bounds the scratch memory
+constexpr uint32_t kPanelsPerJob = 8;  // of an expert
 static_assert(kRowBlock % kTileRows == 0);
 
 // Packs rows first .. first + count - 1, row(i) -> const Act*, tile after tile.
@@ -23,7 +23,8 @@ void pack_rows(uint32_t k, uint32_t count, Row&& row, float* packed) {
 
 // Outputs n0 .. n0 + columns - 1 of a row to y; y starts at the row's own output 0.
 template <typename Act>
-void write_outputs(uint32_t mode, const float* v, uint32_t n0, uint32_t columns, Act* y, float* y32) {
+void write_outputs(uint32_t mode, const float* v, uint32_t n0, uint32_t columns, Act* y,
+                   float* y32) {
   if (mode == kMatmulSwiglu) {
     for (uint32_t i = 0; i < columns / 2; ++i) store(y, n0 / 2 + i, silu(v[2 * i]) * v[2 * i + 1]);
   } else if (mode == kMatmulAdd) {
@@ -135,14 +136,17 @@ void expert_matmul(const TwinCall& call) {
       for (uint32_t m0 = offsets[e]; m0 < offsets[e + 1]; m0 += kRowBlock) {
         const uint32_t left = offsets[e + 1] - m0, count = left < kRowBlock ? left : kRowBlock;
         float* packed = scratch(0, size_t(count) * k);
-        pack_rows(k, count, [&](uint32_t r) {
-          const uint32_t pair = order[m0 + r];
-          return arg<Act>(call, 2) + size_t(p.swiglu ? pair / p.top_k : pair) * k;
-        }, packed);
+        pack_rows(
+            k, count,
+            [&](uint32_t r) {
+              const uint32_t pair = order[m0 + r];
+              return arg<Act>(call, 2) + size_t(p.swiglu ? pair / p.top_k : pair) * k;
+            },
+            packed);
         for (uint32_t n0 = n_begin; n0 < n_end; n0 += kPanel) {
           float* out = scratch(1, size_t(count) * kPanel);
-          multiply_panel(p.w, codes, pairs, n0, count, packed,
-                         scratch(2, panel_scales_floats(p.w)), out);
+          multiply_panel(p.w, codes, pairs, n0, count, packed, scratch(2, panel_scales_floats(p.w)),
+                         out);
           for (uint32_t r = 0; r < count; ++r) {
             write_outputs<Act>(p.swiglu ? kMatmulSwiglu : kMatmulAct, out + r * kPanel, n0,
                                n_end - n0 < kPanel ? n_end - n0 : kPanel,

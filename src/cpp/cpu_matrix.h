@@ -172,7 +172,8 @@ inline void prepare(const Linear& w, const float* x, float* prepared) {
   }
 }
 
-// J rows of W times R vectors. A group's products are summed alone, then scaled: s (q . x) + b sum(x).
+// J rows of W times R vectors. A group's products are summed alone, then scaled and shifted:
+// s (q . x) + b sum(x).
 template <uint32_t BITS, uint32_t J, uint32_t R>
 inline void dot_rows(const Linear& w, const uint32_t* codes, const uint32_t* pairs,
                      const float* prepared, float* y, size_t y_stride) {
@@ -186,11 +187,13 @@ inline void dot_rows(const Linear& w, const uint32_t* codes, const uint32_t* pai
     for (uint32_t j = 0; j < J; ++j) {
       const uint32_t* at = codes + j * words + c * kWide;
       word[j] = load_words(at, words - c * kWide);
-      __builtin_prefetch(at + ahead);  // the next rows: a page of its own, so the processor's
-    }                                  // prefetchers do not see it coming
+      // The next rows lie in another page, where the processor's prefetchers do not look.
+      __builtin_prefetch(at + ahead);
+    }
     for (uint32_t p = 0; p < kPer; ++p) {
       VecF x[R];
-      for (uint32_t r = 0; r < R; ++r) x[r] = load_vec(prepared + r * stride + (c * kPer + p) * kWide);
+      const float* at = prepared + (c * kPer + p) * kWide;
+      for (uint32_t r = 0; r < R; ++r) x[r] = load_vec(at + r * stride);
       for (uint32_t j = 0; j < J; ++j) {
         const VecF q = code_value<BITS>(word[j], p);
         for (uint32_t r = 0; r < R; ++r) t[j][r] += q * x[r];
@@ -242,7 +245,8 @@ inline void dot_range(const Linear& w, const uint32_t* codes, const uint32_t* pa
   const size_t words = row_words(w), count = groups(w);
   uint64_t n = n0;
   for (; n + kJ <= n1; n += kJ) {
-    dot_rows<BITS, kJ, R>(w, codes + n * words, pairs + n * count, prepared, y + (n - n0), y_stride);
+    dot_rows<BITS, kJ, R>(w, codes + n * words, pairs + n * count, prepared, y + (n - n0),
+                          y_stride);
   }
   for (; n < n1; ++n) {
     dot_rows<BITS, 1, R>(w, codes + n * words, pairs + n * count, prepared, y + (n - n0), y_stride);
@@ -275,9 +279,9 @@ inline void linear_rows(const Linear& w, const uint32_t* codes, const uint32_t* 
 }
 
 // ---- prefill: panels of W times packed vectors --------------------------------------------------
-// A panel is kPanel rows of W and kDepth of k as numbers s q + b, k-major: float[kDepth][kPanel], so
-// that it stays in the first cache. Vectors are packed in tiles of kTileRows: float[k][rows of the
-// tile]. An output is the sum of one chain of multiply-adds per kDepth: short chains round less.
+// A panel is kPanel rows of W and kDepth of k as numbers s q + b, k-major: float[kDepth][kPanel],
+// so that it stays in the first cache. Vectors are packed in tiles of kTileRows: float[k][rows of
+// the tile]. An output is the sum of one chain of multiply-adds per kDepth: short chains round less.
 constexpr uint32_t kPanel = 2 * kWide, kDepth = 128;
 #if defined(__AVX512F__)
 constexpr uint32_t kTileRows = 12;  // 24 of 32 registers accumulate
@@ -409,7 +413,8 @@ inline void multiply_panel(const Linear& w, const uint32_t* codes, const uint32_
     else unpack_panel<16>(w, codes, n0, k0, k1, scales, panel);
     for (uint32_t r = 0; r < count; r += kTileRows) {
       const uint32_t rows = count - r < kTileRows ? count - r : kTileRows;
-      add_rows(rows, k1 - k0, packed + size_t(r) * w.k + size_t(k0) * rows, panel, out + r * kPanel);
+      add_rows(rows, k1 - k0, packed + size_t(r) * w.k + size_t(k0) * rows, panel,
+               out + r * kPanel);
     }
   }
 }

@@ -4,8 +4,8 @@
 namespace lily {
 namespace {
 
-constexpr uint32_t kTile = 64;        // rows and outputs of a matmul tile, see linear.metal
-constexpr uint32_t kProjectN = 16;    // outputs of a project threadgroup
+constexpr uint32_t kTile = 64;      // rows and outputs of a matmul tile, see linear.metal
+constexpr uint32_t kProjectN = 16;  // outputs of a project threadgroup
 constexpr uint32_t kNormThreads = 128;
 
 // Values of a strided output up to the last one written.
@@ -86,9 +86,8 @@ Plan plan(const Matmul& p, const Target& t) {
 Plan plan(const ExpertMatmul& p, const Target& t) {
   check_linear(p.w, "expert_matmul");
   check(p.experts >= 1, "expert_matmul: ", p.experts, " experts, needs 1 or more");
-  check(p.top_k >= 1 && p.top_k <= LILY_MAX_TOP_K && p.top_k <= p.experts,
-        "expert_matmul: top-k ", p.top_k, ", supported 1 to ", LILY_MAX_TOP_K, " of ", p.experts,
-        " experts");
+  check(p.top_k >= 1 && p.top_k <= LILY_MAX_TOP_K && p.top_k <= p.experts, "expert_matmul: top-k ",
+        p.top_k, ", supported 1 to ", LILY_MAX_TOP_K, " of ", p.experts, " experts");
   check(p.tile >= 1 && p.tile <= kTile, "expert_matmul: tiles of ", p.tile,
         " pairs, supported 1 to ", kTile);
   check(!p.swiglu || p.w.n % 2 == 0, "expert_matmul: swiglu pairs rows, but n is ", p.w.n);

@@ -16,7 +16,8 @@ template <uint BITS>
 static inline void load_code_words(device const uint* at, thread CodeWords<BITS>& words) {
   UNROLL for (uint i = 0; i < BITS / 4; ++i) {
     const uint4 v = ((device const uint4*)at)[i];
-    UNROLL for (uint c = 0; c < 4; ++c) words.w[4 * i + c] = v[c];
+    UNROLL for (uint c = 0; c < 4; ++c)
+      words.w[4 * i + c] = v[c];
   }
 }
 // Code j of a word as a number.
@@ -37,23 +38,27 @@ static inline void project_body(device const uint* codes, device const uint* pai
   // where there is no further one, and stored once.
   ulong row[ROWS], n[PROJECT_N];
   float acc[ROWS][PROJECT_N];
-  UNROLL for (uint j = 0; j < PROJECT_N; ++j) n[j] = min(n0 + j, p.w.n - 1);
+  UNROLL for (uint j = 0; j < PROJECT_N; ++j)
+    n[j] = min(n0 + j, p.w.n - 1);
   UNROLL for (uint r = 0; r < ROWS; ++r) {
     row[r] = min(r0 + r, rows - 1);
-    UNROLL for (uint j = 0; j < PROJECT_N; ++j) acc[r][j] = 0.0f;
+    UNROLL for (uint j = 0; j < PROJECT_N; ++j)
+      acc[r][j] = 0.0f;
   }
   for (uint k0 = lane * 32; k0 < k; k0 += 1024) {
     CodeWords<BITS> words[PROJECT_N];
     uint pair[PROJECT_N];
     float d[ROWS][PROJECT_N], x_sum[ROWS];
     UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
-      load_code_words<BITS>(codes + (n[j] * row_bytes(k, BITS) + (ulong)k0 * BITS / 8) / 4, words[j]);
+      load_code_words<BITS>(codes + (n[j] * row_bytes(k, BITS) + (ulong)k0 * BITS / 8) / 4,
+                            words[j]);
       pair[j] = 0;
       if (BITS != 16) pair[j] = pairs[n[j] * (k >> p.w.group_shift) + (k0 >> p.w.group_shift)];
     }
     UNROLL for (uint r = 0; r < ROWS; ++r) {
       x_sum[r] = 0.0f;
-      UNROLL for (uint j = 0; j < PROJECT_N; ++j) d[r][j] = 0.0f;
+      UNROLL for (uint j = 0; j < PROJECT_N; ++j)
+        d[r][j] = 0.0f;
     }
     UNROLL for (uint c = 0; c < 8; ++c) {
       const float4 g = *(device const float4*)(gain + k0 + 4 * c);
@@ -62,13 +67,15 @@ static inline void project_body(device const uint* codes, device const uint* pai
         const float4 v = load4(x + row[r] * k + k0 + 4 * c);
         xs[r] = v * g;
         // fma written out: contraction must not depend on ROWS.
-        UNROLL for (uint e = 0; e < 4; ++e) x_sum[r] = fma(v[e], g[e], x_sum[r]);
+        UNROLL for (uint e = 0; e < 4; ++e)
+          x_sum[r] = fma(v[e], g[e], x_sum[r]);
       }
       UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
         UNROLL for (uint e = 0; e < 4; ++e) {
           const uint i = 4 * c + e;
           const float q = code_value<BITS>(words[j].w[i * BITS / 32], i % (32 / BITS));
-          UNROLL for (uint r = 0; r < ROWS; ++r) d[r][j] = fma(q, xs[r][e], d[r][j]);
+          UNROLL for (uint r = 0; r < ROWS; ++r)
+            d[r][j] = fma(q, xs[r][e], d[r][j]);
         }
       }
     }
@@ -120,7 +127,8 @@ struct Share {
   uint4 v[sizeof(act_t)];
 };
 static inline void load_share(device const act_t* h, thread Share& s) {
-  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) s.v[i] = ((device const uint4*)h)[i];
+  UNROLL for (uint i = 0; i < sizeof(act_t); ++i)
+    s.v[i] = ((device const uint4*)h)[i];
 }
 static inline float share_sum(thread const Share& s) {
   float sum = 0.0f;
@@ -145,7 +153,8 @@ static inline void load_share_codes(device const uint* at, thread uint (&w)[BITS
   } else {
     UNROLL for (uint i = 0; i < BITS / 8; ++i) {
       const uint4 v = ((device const uint4*)at)[i];
-      UNROLL for (uint c = 0; c < 4; ++c) w[(4 * i + c) % (BITS / 2)] = v[c];
+      UNROLL for (uint c = 0; c < 4; ++c)
+        w[(4 * i + c) % (BITS / 2)] = v[c];
     }
   }
 }
@@ -185,7 +194,8 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
 
   Share next_h;
   uint next_w[BITS / 2], next_pair = 0;
-  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) next_h.v[i] = uint4(0u);
+  UNROLL for (uint i = 0; i < sizeof(act_t); ++i)
+    next_h.v[i] = uint4(0u);
   if (valid) load_share(h + half_k, next_h);
   load_share_codes<BITS>(row_codes, next_w);
   if (BITS != 16) next_pair = row_pairs[0];
@@ -246,7 +256,8 @@ static inline void write_row(threadgroup const float* row, device uchar* y, ulon
     if (n0 + col < n) {
       const ulong i = at + n0 + col;
       if (mode == kMatmulF32) ((device float*)y)[i] = row[col];
-      else if (mode == kMatmulAdd) ((device act_t*)y)[i] = to_act(to_float(((device act_t*)y)[i]) + row[col]);
+      else if (mode == kMatmulAdd)
+        ((device act_t*)y)[i] = to_act(to_float(((device act_t*)y)[i]) + row[col]);
       else ((device act_t*)y)[i] = to_act(row[col]);
     }
   }
@@ -302,8 +313,8 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
   const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
   const ulong columns = p.swiglu ? p.w.n / 2 : p.w.n;
   for (uint i = simd; i < count; i += 4) {
-    write_row((threadgroup const float*)pool + i * MATMUL_STAGE, y, order[first + i] * columns, mode,
-              n0, p.w.n, lane);
+    write_row((threadgroup const float*)pool + i * MATMUL_STAGE, y, order[first + i] * columns,
+              mode, n0, p.w.n, lane);
   }
 }
 #define EXPERT_MATMUL(op, name, BITS, c1, c2)                                                     \

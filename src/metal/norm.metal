@@ -11,7 +11,8 @@ static inline void rms_norm_body(device const act_t* x, device const float* gain
   float sum = 0.0f;
   for (uint i = tid * 4; i < p.k; i += NORM_THREADS * 4) {
     const float4 v = load4(row + i);
-    UNROLL for (uint e = 0; e < 4; ++e) sum = fma(v[e], v[e], sum);
+    UNROLL for (uint e = 0; e < 4; ++e)
+      sum = fma(v[e], v[e], sum);
   }
   sum = group_sum(sum, scratch, lane, simd, NORM_THREADS / 32);
   const float inv = inv_sqrt(sum / float(p.k) + p.eps);

@@ -146,6 +146,7 @@ class Session {
   Model::Decode decode_args(uint32_t rows, uint32_t splits, bool write_state, const Tensor& logits) const;
   void run(CommandList list, const std::function<void()>& poll = {});
   void copy(const Tensor& from, const Tensor& to, CommandList& list) const;
+  void copy_block(const Tensor& from, const Tensor& to, uint32_t tokens, CommandList& list) const;
   void write_step(std::span<const uint32_t> ids, uint32_t position);
   void write_counts();
   Ticket submit_step();    // forward of Step's row, then its sample

@@ -112,6 +112,14 @@ void Session::copy(const Tensor& from, const Tensor& to, CommandList& list) cons
   r.copy_bytes({from.bytes()}, {words(from), words(to)});
 }
 
+// The first `tokens` of a block: the rest of it holds nothing.
+void Session::copy_block(const Tensor& from, const Tensor& to, uint32_t tokens, CommandList& list) const {
+  const uint64_t row = LILY_HEAD_DIM * dtype_size(device_->act()) / 4, head = LILY_KV_BLOCK * row;
+  for (uint64_t at = 0; at < from.elements; at += head) {
+    copy(from.slice(at, tokens * row), to.slice(at, tokens * row), list);
+  }
+}
+
 // Submits and waits. With a poll, looks at it while waiting: what it throws cancels the work.
 void Session::run(CommandList list, const std::function<void()>& poll) {
   const Ticket ticket = device_->submit(device_->compile(std::move(list), false), &cancel_);
@@ -181,7 +189,8 @@ void Session::own_blocks(uint32_t from, uint32_t to) {
       const uint32_t old = blocks_[b], fresh = engine_->kv.acquire();
       CommandList list;
       list.label = "copy KV block";
-      copy(engine_->kv.tensor(old), engine_->kv.tensor(fresh), list);
+      const uint32_t start = b * LILY_KV_BLOCK;
+      if (from > start) copy_block(engine_->kv.tensor(old), engine_->kv.tensor(fresh), from - start, list);
       run(std::move(list));
       set_block(b, fresh);
       engine_->kv.release(old);
@@ -331,7 +340,7 @@ void Session::save_snapshot() {
   if (consumed_ % LILY_KV_BLOCK) {
     const Tensor block = engine_->kv.tensor(blocks_[full]);
     s.partial = device_->tensor(DType::u32, block.elements, "snapshot of a KV block");
-    copy(block, s.partial, list);
+    copy_block(block, s.partial, consumed_ % LILY_KV_BLOCK, list);
   }
   run(std::move(list));
   s.blocks.assign(blocks_.begin(), blocks_.begin() + full);
@@ -358,7 +367,7 @@ void Session::load_snapshot(const Snapshot& s) {
   if (s.partial) {
     const uint32_t block = engine_->kv.acquire();
     set_block(uint32_t(s.blocks.size()), block);
-    copy(s.partial, engine_->kv.tensor(block), list);
+    copy_block(s.partial, engine_->kv.tensor(block), uint32_t(s.ids.size()) % LILY_KV_BLOCK, list);
   }
   run(std::move(list));
   ids_ = s.ids;

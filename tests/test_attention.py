@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import kernel_harness as h
 import numpy as np
 import pytest
+
+import kernel_harness as h
 import reference as ref
 from conftest import require_device
 from kernel_harness import In, InOut, Kernels, Out

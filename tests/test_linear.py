@@ -136,7 +136,9 @@ def test_project_k(kernels: Kernels, k: int) -> None:
     rng = np.random.default_rng(k)
     w = h.weight(rng, 21, k, 4, 64)
     gain = rng.uniform(0.5, 1.5, k).astype(np.float32)
-    x, xv = vectors(kernels, rng, 2, k)
+    _, xv = vectors(kernels, rng, 2, k)
+    xv[0] *= 1e-3  # where eps counts
+    x, xv = kernels.act(xv), kernels.rounded(xv)
     y = run_project(kernels, w, x, gain, f32=True, parts=3)
     close(y, ref.project(xv, w.values[0], gain.astype(float), EPS))
 
@@ -173,10 +175,9 @@ def test_project_head(kernels: Kernels) -> None:
 @pytest.mark.parametrize("rows,k", [(1, 64), (5, 192), (17, 2048), (2, 4096 + 64)])
 def test_rms_norm(kernels: Kernels, rows: int, k: int) -> None:
     rng = np.random.default_rng(rows)
-    x, xv = vectors(kernels, rng, rows, k)
-    xv[0] *= 1e-3 if kernels.exact else 1.0  # where eps counts
-    x = kernels.act(xv)
-    xv = kernels.rounded(xv)
+    _, xv = vectors(kernels, rng, rows, k)
+    xv[0] *= 1e-3  # where eps counts
+    x, xv = kernels.act(xv), kernels.rounded(xv)
     gain = rng.uniform(-1.5, 1.5, k).astype(np.float32)
     p = h.params("rms_norm", rows=rows, k=k, eps=EPS)
     (y,) = kernels.run("rms_norm", p, [In(x), In(gain), kernels.out_act(rows, k)])

@@ -89,6 +89,7 @@ FLAVOURS: dict[str, Flavour] = {
             "v_proj": (16, 0),
             "o_proj": (4, 128),
             "mlp.gate": (16, 0),
+            "shared_expert.gate_proj": (16, 0),
             "shared_expert.up_proj": (16, 0),
             "shared_expert.down_proj": (8, 64),
             "switch_mlp.up_proj": (8, 128),

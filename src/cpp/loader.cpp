@@ -97,6 +97,13 @@ Linear linear_of(const LinearEntry& e, uint32_t n) {
   while ((1u << shift) < e.group) ++shift;
   return {n, e.k, e.bits, e.bits == 16 ? 6 : shift, e.scale_type == FileType::f16};
 }
+// 4-bit codes as 8-bit ones: the same numbers, so the same weights.
+void widen(const char* from, uint64_t bytes, char* to) {
+  for (uint64_t i = 0; i < bytes; ++i) {
+    to[2 * i] = char(from[i] & 15);
+    to[2 * i + 1] = char((uint8_t(from[i]) >> 4) & 15);
+  }
+}
 
 // Sizes first, then few large buffers, then views.
 class Arenas {
@@ -166,10 +173,16 @@ class Loader {
     check<CheckpointError>(it != linears_.end(), "layer ", layer, ": ", name, " is missing");
     return *it->second;
   }
+  // Sources of different bits or groups meet in the finer format, which holds both exactly.
   void add(Matrix& matrix, uint32_t n, std::vector<Source> sources) {
     Target t;
     const LinearEntry& e = *sources[0].entry;
     t.w = linear_of(e, n);
+    for (const Source& s : sources) {
+      const Linear other = linear_of(*s.entry, n);
+      t.w.bits = std::max(t.w.bits, other.bits);
+      t.w.group_shift = std::min(t.w.group_shift, other.group_shift);
+    }
     check_linear(t.w, e.tensor.c_str());
     t.experts = e.experts;
     t.sources = std::move(sources);
@@ -184,8 +197,10 @@ class Loader {
   }
   void interleaved(Matrix& matrix, int layer, const char* gate, const char* up) {
     const LinearEntry &g = linear(layer, gate), &u = linear(layer, up);
-    check<CheckpointError>(same_format(g, u) && g.n == u.n, g.tensor, " and ", u.tensor,
-                           ": gate and up must have the same format");
+    const bool plain = g.bits == 16 && u.bits == 16;
+    check<CheckpointError>(plain || (g.bits < 16 && u.bits < 16 && g.scale_type == u.scale_type), g.tensor, " has ",
+                           g.bits, " bits, ", u.tensor, " has ", u.bits,
+                           ": gate and up must both be bf16, or both quantised with scales of one type");
     add(matrix, 2 * g.n, {{&g, 0, 2}, {&u, 1, 2}});
   }
   // Neighbours of one format become one matrix, so one launch.
@@ -349,17 +364,19 @@ class Loader {
       const uint32_t r0 = job.row0 <= s.row0 ? 0 : (job.row0 - s.row0 + s.step - 1) / s.step;
       const uint32_t r1 = job.row1 <= s.row0 ? 0 : std::min(e.n, (job.row1 - s.row0 + s.step - 1) / s.step);
       if (r0 >= r1) continue;
-      const uint64_t row_bytes = row_words * 4;
+      const uint64_t row_bytes = uint64_t(e.k) * e.bits / 8;
       raw.resize((r1 - r0) * row_bytes);
       files_.read(e.weight, job.expert * e.stride + r0 * row_bytes, raw.data(), raw.size(), e.tensor);
       for (uint32_t r = r0; r < r1; ++r) {
-        std::memcpy(&codes[(s.row0 + uint64_t(r) * s.step - job.row0) * row_words], &raw[(r - r0) * row_bytes], row_bytes);
+        char* to = reinterpret_cast<char*>(&codes[(s.row0 + uint64_t(r) * s.step - job.row0) * row_words]);
+        const char* from = &raw[(r - r0) * row_bytes];
+        e.bits == t.w.bits ? void(std::memcpy(to, from, row_bytes)) : widen(from, row_bytes, to);
       }
       if (t.w.bits == 16) {
         check_finite(raw.data(), raw.size() / 2, FileType::bf16, e, e.weight, "weight");
         continue;
       }
-      const uint64_t side = row_pairs * 2, base = (uint64_t(job.expert) * e.n + r0) * side;
+      const uint64_t source_pairs = e.k / e.group, side = source_pairs * 2, base = (uint64_t(job.expert) * e.n + r0) * side;
       const uint64_t bytes = (r1 - r0) * side;
       raw.resize(2 * bytes);
       files_.read(e.scales, base, raw.data(), bytes, e.tensor);
@@ -369,9 +386,10 @@ class Loader {
       for (uint32_t r = r0; r < r1; ++r) {
         uint32_t* out = &pairs[(s.row0 + uint64_t(r) * s.step - job.row0) * row_pairs];
         for (uint64_t g = 0; g < row_pairs; ++g) {
+          const uint64_t at = (r - r0) * side + g * source_pairs / row_pairs * 2;
           uint16_t scale, bias;
-          std::memcpy(&scale, &raw[((r - r0) * row_pairs + g) * 2], 2);
-          std::memcpy(&bias, &raw[bytes + ((r - r0) * row_pairs + g) * 2], 2);
+          std::memcpy(&scale, &raw[at], 2);
+          std::memcpy(&bias, &raw[bytes + at], 2);
           out[g] = uint32_t(scale) | uint32_t(bias) << 16;
         }
       }
@@ -401,10 +419,10 @@ class Loader {
     std::vector<float> out(n);
     for (uint64_t i = 0; i < n; ++i) {
       out[i] = to_float(&raw[i * type_size(e.type)], e.type) + (e.plus_one ? 1.0f : 0.0f);
-      // The decay is exp(-exp(A_log) softplus(a + dt_bias)).
-      if (e.name == "A_log") out[i] = float(-std::exp(double(out[i])));
       check<CheckpointError>(std::isfinite(out[i]), files_.path(e.range.file), ": ", e.tensor, ": value ", i,
                              " of ", n, " is not finite");
+      // The decay is exp(-exp(A_log) softplus(a + dt_bias)).
+      if (e.name == "A_log") out[i] = float(-std::exp(double(out[i])));
     }
     device.upload(*v.tensor, out.data());
     done_ += e.range.bytes;

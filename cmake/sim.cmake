@@ -5,7 +5,7 @@
 # x86-64-v3: fused multiply-adds inline, as on a GPU. make_sim() refuses an older processor.
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(sim_target -target x86_64-linux-gnu -march=x86-64-v3)
-  set(sim_host_options -march=x86-64-v3)
+  set(sim_host_options -march=${LILY_X86_64_V}3)
 else()
   set(sim_target -target aarch64-linux-gnu)
   set(sim_host_options "")

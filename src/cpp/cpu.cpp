@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -15,6 +16,7 @@
 #include "device.h"
 #include "host_queue.h"
 #include "ops.h"
+#include "x86_level.h"
 
 namespace lily {
 
@@ -112,18 +114,13 @@ struct Isa {
 };
 Isa best_isa() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                  __builtin_cpu_supports("bmi2");
-  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                  __builtin_cpu_supports("avx512cd");
+  const int level = x86_level();
   // A developer aid: run the twins of an older processor.
   const char* wanted = getenv("LILY_CPU_ISA");
   if (wanted && std::strcmp(wanted, "x86-64-v2") == 0) return {"x86-64-v2", x86_v2::twins};
-  if (wanted && std::strcmp(wanted, "x86-64-v3") == 0 && v3) return {"x86-64-v3", x86_v3::twins};
-  if (v4) return {"x86-64-v4", x86_v4::twins};
-  if (v3) return {"x86-64-v3", x86_v3::twins};
+  if (wanted && std::strcmp(wanted, "x86-64-v3") == 0 && level >= 3) return {"x86-64-v3", x86_v3::twins};
+  if (level >= 4) return {"x86-64-v4", x86_v4::twins};
+  if (level >= 3) return {"x86-64-v3", x86_v3::twins};
   return {"x86-64-v2", x86_v2::twins};
 #else
   return {"NEON", neon::twins};

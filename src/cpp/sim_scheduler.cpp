@@ -311,7 +311,8 @@ void build_ranges(const Call& call) {
       r.writable |= writes(d.access);
       r.counted |= d.counted;
       r.word_delta = d.shadow->word_delta();
-      r.stamp_delta = d.shadow->stamp_delta();
+      r.half_delta = d.shadow->half_delta();
+      r.byte_delta = d.shadow->byte_delta();
     }
     if (any) e.ranges.push_back(r);
   }
@@ -668,7 +669,8 @@ LILY_CALL void* lily_sim_shared(const void* key, uint64_t bytes) {
   range = {};
   range.begin = begin, range.end = begin + bytes;
   range.word_delta = e.arena_shadow->word_delta();
-  range.stamp_delta = e.arena_shadow->stamp_delta();
+  range.half_delta = e.arena_shadow->half_delta();
+  range.byte_delta = e.arena_shadow->byte_delta();
   range.readable = range.writable = range.stamped = true;
   range.space = sim::kGroupSpace;
   e.shared[e.shared_count++] = {key, bytes, begin};

@@ -26,11 +26,13 @@ constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; 
 Shadow::Shadow(const void* data, size_t bytes)
     : data_(reinterpret_cast<uintptr_t>(data)), bytes_(round_up(bytes, 8)) {
   words_ = static_cast<uint64_t*>(map_pages(bytes_));
-  stamps_ = static_cast<Stamps*>(map_pages(8 * bytes_));
+  halves_ = static_cast<Half*>(map_pages(2 * bytes_));
+  bytes_of_halves_ = static_cast<HalfBytes*>(map_pages(8 * bytes_));
 }
 Shadow::~Shadow() {
   munmap(words_, bytes_);
-  munmap(stamps_, 8 * bytes_);
+  munmap(halves_, 2 * bytes_);
+  munmap(bytes_of_halves_, 8 * bytes_);
 }
 void Shadow::mark_initialised(size_t offset, size_t bytes) {
   while (bytes > 0) {
@@ -110,51 +112,97 @@ struct How {  // constants at every use
   bool write, atomic = false;
   bool by_simd = false;    // all lanes of the simdgroup read
   bool unordered = false;  // another access stands for its order
+  bool whole = false;      // 1, 2, 4 or 8 bytes at a multiple of that
 };
 
-LILY_INLINE void check_order(Stamps& stamps, uintptr_t at, unsigned n, Space space, How how) {
-  const Emulator& e = emulator;
-  const uint32_t moment = e.simd->moment[space] << kMomentShift;
-  const uint32_t simd = e.lane->thread / kLanes;
-  const uint32_t many = moment | kMany | simd;
-  const uint32_t mine = how.by_simd  ? many
-                        : how.atomic ? moment | kAtomic | e.lane->thread
-                                     : moment | e.lane->thread;
-  const uint32_t many_simds = e.clock.barrier[space] << kMomentShift | kMany | kManySimds;
-  // Most stamps that an access meets are its own, or of this group and a barrier ago.
-  const uint32_t group = e.clock.group, rounds = e.clock.barrier[space] - group;
-  const auto past = [group, rounds](uint32_t stamp) { return (stamp >> kMomentShift) - group < rounds; };
-  uint32_t* written = stamps.written + (at & 7);
-  uint32_t* read = stamps.read + (at & 7);
-  // Bytes of one access mostly share their history, so it is judged once.
-  uint32_t mixed = 0;
-  for (unsigned i = 1; i < n; ++i) mixed |= (written[i] ^ written[0]) | (read[i] ^ read[0]);
-  for (unsigned i = 0; i < n; ++i) {
-    const uint32_t w = written[i], r = read[i];
+// An access in the running lane's moment: its stamps and what it is ordered behind.
+struct Order {
+  How how;
+  Space space;
+  uint32_t mine, many, many_simds;
+  uint32_t group, rounds;
+
+  LILY_INLINE Order(Space space_, How how_) : how(how_), space(space_) {
+    const Emulator& e = emulator;
+    const uint32_t moment = e.simd->moment[space] << kMomentShift;
+    many = moment | kMany | e.lane->thread / kLanes;
+    mine = how.by_simd ? many : how.atomic ? moment | kAtomic | e.lane->thread : moment | e.lane->thread;
+    many_simds = e.clock.barrier[space] << kMomentShift | kMany | kManySimds;
+    group = e.clock.group;
+    rounds = e.clock.barrier[space] - group;
+  }
+  // Of this group and a barrier ago, as most stamps are that are not the lane's own.
+  LILY_INLINE bool past(uint32_t stamp) const { return (stamp >> kMomentShift) - group < rounds; }
+  LILY_INLINE bool known_reader(uint32_t r) const { return r == mine || r == many || r == many_simds; }
+  LILY_INLINE void judge(uint32_t w, uint32_t r, uintptr_t at, unsigned n) const {
     if (w != 0 && w != mine && !past(w) && conflicts_with_write(w, space, how.atomic, how.by_simd)) [[unlikely]] {
-      race(at + i, n, how.write, how.atomic, w, false);
+      race(at, n, how.write, how.atomic, w, false);
     }
-    if (how.write) {
-      if (r != 0 && r != mine && !(past(r) && !(r & kOthers)) && conflicts_with_read(r, space)) [[unlikely]] {
-        race(at + i, n, how.write, how.atomic, r, true);
-      }
-      if (mixed == 0) {
-        for (unsigned j = 0; j < n; ++j) written[j] = mine, read[j] = 0;
-        return;
-      }
-      written[i] = mine, read[i] = 0;
-    } else {
-      const bool known = r == mine || r == many || r == many_simds;
-      const uint32_t readers = known ? r : add_reader(r, mine, space);
-      if (mixed == 0) {
-        if (readers != r) {
-          for (unsigned j = 0; j < n; ++j) read[j] = readers;
-        }
-        return;
-      }
-      read[i] = readers;
+    if (how.write && r != 0 && r != mine && (!past(r) || (r & kOthers)) && conflicts_with_read(r, space)) [[unlikely]] {
+      race(at, n, how.write, how.atomic, r, true);
     }
   }
+  // The stamps after an access that was in order.
+  LILY_INLINE void note(Half& half) const {
+    if (how.write) {
+      half.written = mine;
+      half.read = 0;
+    } else if (!known_reader(half.read)) {
+      half.read = add_reader(half.read, mine, space);
+    }
+  }
+};
+
+__attribute__((noinline)) void check_split(const Order& order, Half& half, HalfBytes& bytes, uintptr_t at,
+                                           unsigned n) {
+  if (half.written != kSplit) std::fill_n(bytes.byte, 4, half);
+  for (unsigned i = 0; i < n; ++i) {
+    Half& byte = bytes.byte[(at & 3) + i];
+    order.judge(byte.written, byte.read, at + i, n);
+    order.note(byte);
+  }
+  // One history again, when the same or when whatever was written is a barrier ago.
+  half = bytes.byte[0];
+  for (unsigned i = 1; i < 4; ++i) {
+    const Half byte = bytes.byte[i];
+    const bool alike = byte.written == half.written || (order.past(byte.written) && order.past(half.written));
+    if (!alike || byte.read != half.read) {
+      half.written = kSplit;
+      return;
+    }
+  }
+}
+
+// n bytes of one half.
+LILY_INLINE void check_half(const Order& order, const Range& range, uintptr_t at, unsigned n) {
+  const uintptr_t start = at & ~uintptr_t(3);
+  Half& half = *reinterpret_cast<Half*>(2 * start + range.half_delta);
+  if (half.written != kSplit) [[likely]] {
+    if (n == 4) {
+      order.judge(half.written, half.read, at, n);
+      order.note(half);
+      return;
+    }
+    // A part of them, by which nothing changes.
+    if (order.how.write ? half.written == order.mine && half.read == 0 : order.known_reader(half.read)) {
+      order.judge(half.written, half.read, at, n);
+      return;
+    }
+  }
+  check_split(order, half, *reinterpret_cast<HalfBytes*>(8 * start + range.byte_delta), at, n);
+}
+
+// n bytes of one granule.
+LILY_INLINE void check_order(const Range& range, uintptr_t at, unsigned n, How how) {
+  const Order order(range.space, how);
+  if (how.whole) {
+    check_half(order, range, at, std::min(n, 4u));
+    if (n == 8) check_half(order, range, at + 4, 4);
+    return;
+  }
+  const unsigned first = std::min(n, 4 - unsigned(at & 3));
+  check_half(order, range, at, first);
+  if (n > first) check_half(order, range, at + first, n - first);
 }
 
 // n bytes of one granule of a range.
@@ -181,9 +229,11 @@ LILY_INLINE void touch(Range& range, uintptr_t at, unsigned n, How how) {
   }
   word = w | seen;
   if (range.stamped) {
-    Stamps& stamps = *reinterpret_cast<Stamps*>(8 * granule + range.stamp_delta);
-    if (stale) stamps = {};
-    if (!how.unordered) check_order(stamps, at, n, range.space, how);
+    if (stale) {
+      Half* halves = reinterpret_cast<Half*>(2 * granule + range.half_delta);
+      halves[0] = halves[1] = {0, 0};
+    }
+    if (!how.unordered) check_order(range, at, n, how);
   }
 }
 
@@ -245,11 +295,12 @@ __attribute__((noinline)) void check_access(uintptr_t at, const void* caller) {
   }
   check_permission(*range, at, N, WRITE);
   if (at % N != 0) [[unlikely]] fail_access(FaultKind::misaligned, at, N, WRITE);
+  constexpr How how = {.write = WRITE, .whole = true};
   if constexpr (N <= 8) {
-    touch(*range, at, N, {.write = WRITE});
+    touch(*range, at, N, how);
   } else {
-    touch(*range, at, 8, {.write = WRITE});
-    touch(*range, at + 8, 8, {.write = WRITE});
+    touch(*range, at, 8, how);
+    touch(*range, at + 8, 8, how);
   }
 }
 
@@ -279,8 +330,7 @@ void touch_atomic(uintptr_t at, bool read, bool write) {
     touch(*range, at, 4, {.write = true, .atomic = true});
   } else if (range->stamped) {
     // A load leaves an atomic's stamp too: it is at odds with plain writes, not with atomic ones.
-    Stamps& stamps = *reinterpret_cast<Stamps*>(8 * (at & ~uintptr_t(7)) + range->stamp_delta);
-    check_order(stamps, at, 4, range->space, {.write = true, .atomic = true});
+    check_order(*range, at, 4, {.write = true, .atomic = true});
   }
 }
 const Range* range_of(uintptr_t at) { return find(at, 1); }

@@ -15,11 +15,16 @@ namespace lily::sim {
 // 8 bytes of data (a granule) have one word: bits 0-7 initialised, 8-15 read and 16-23 written by
 // the launch whose tag is in bits 24-63. A word of another tag counts as neither read nor written.
 constexpr unsigned kReadShift = 8, kWrittenShift = 16, kTagShift = 24;
-// ... and one line of stamps, right while the word has the launch's tag. Only ranges that a launch
-// may write use theirs. Both are anonymous pages: never touched means never initialised.
-struct Stamps {
-  uint32_t written[8], read[8];
+// ... and every four bytes have the stamps of their last accesses, right while the granule's word has
+// the launch's tag; with `written` kSplit they differ byte by byte. Only ranges that a launch may write
+// use theirs. All are anonymous pages: never touched means never initialised.
+struct Half {
+  uint32_t written, read;
 };
+struct HalfBytes {
+  Half byte[4];
+};
+constexpr uint32_t kSplit = ~0u;
 // A stamp: who accessed a byte, and in which moment (see Clock): moment << 12 | who. 0 is nobody.
 constexpr unsigned kMomentShift = 12;
 constexpr uint32_t kMomentLimit = 1u << (32 - kMomentShift);
@@ -38,13 +43,15 @@ class Shadow {
   void mark_initialised(size_t offset, size_t bytes);
   void forget(size_t bytes);  // the first bytes become uninitialised and untouched
   uintptr_t word_delta() const { return reinterpret_cast<uintptr_t>(words_) - data_; }
-  uintptr_t stamp_delta() const { return reinterpret_cast<uintptr_t>(stamps_) - 8 * data_; }
+  uintptr_t half_delta() const { return reinterpret_cast<uintptr_t>(halves_) - 2 * data_; }
+  uintptr_t byte_delta() const { return reinterpret_cast<uintptr_t>(bytes_of_halves_) - 8 * data_; }
 
  private:
   uintptr_t data_;
   size_t bytes_;
   uint64_t* words_;
-  Stamps* stamps_;
+  Half* halves_;
+  HalfBytes* bytes_of_halves_;
 };
 
 // ---- ranges of a launch -------------------------------------------------------------------------
@@ -66,7 +73,8 @@ struct Declared {
 // A piece of memory with one set of permissions: declarations cut where they overlap.
 struct Range {
   uintptr_t begin = 1, end = 0;
-  uintptr_t word_delta = 0, stamp_delta = 0;
+  // Add to an address of a granule, to 2 and to 8 times that of four bytes.
+  uintptr_t word_delta = 0, half_delta = 0, byte_delta = 0;
   bool readable = false, writable = false;
   bool stamped = false;  // somebody may write here, or in a granule that it shares
   bool counted = false;

@@ -31,6 +31,7 @@ std::vector<LaunchRecord> sim_run_library(Device&, const std::string&, const std
 #include "host_queue.h"
 #include "ops.h"
 #include "sim_emulator.h"
+#include "x86_level.h"
 
 #define X(op, name, c0, c1, c2)    \
   extern "C" void name##_bf16();   \
@@ -150,10 +151,25 @@ sim::Call resolve(const Launch& launch, const Tensor& params, LaunchRecord& reco
   return call;
 }
 
+// Kernels compiled as ours are; they find the hooks of this module, which Python loaded for itself
+// alone.
+void* open_library(const std::string& path) {
+  Dl_info self;
+  check(dladdr(reinterpret_cast<void*>(&make_sim), &self) != 0 &&
+            dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL) != nullptr,
+        "sim: cannot offer its hooks: ", dlerror());
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  check(library != nullptr, "sim: ", path, ": ", dlerror());
+  return library;
+}
+
 class SimDevice : public Device {
  public:
-  SimDevice(bool exact, uint64_t seed)
-      : Device(exact), limit_(uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGE_SIZE))),
+  // replacements: an open library whose kernels come before ours of the same name, or null.
+  SimDevice(bool exact, uint64_t seed, void* replacements)
+      : Device(exact),
+        replacements_(replacements),
+        limit_(uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGE_SIZE))),
         seed_(seed) {}
   std::string name() const override { return "sim"; }
   std::string description() const override {
@@ -188,6 +204,10 @@ class SimDevice : public Device {
       const Compiled& compiled = kCompiled[program->list.launches[i].variant];
       program->calls[i].kernel = compiled.kernel[exact()];
       program->calls[i].name = compiled.name[exact()];
+      if (!replacements_) continue;
+      if (void* found = dlsym(replacements_, compiled.name[exact()])) {
+        program->calls[i].kernel = reinterpret_cast<sim::Kernel>(found);
+      }
     }
     return program;
   }
@@ -272,6 +292,7 @@ class SimDevice : public Device {
     record.written_distinct = touched.written_distinct;
   }
 
+  void* const replacements_;
   const uint64_t limit_;
   sim::Random seed_;  // the worker's, once there is work
   HostQueue queue_;   // last: its worker uses the rest
@@ -292,13 +313,7 @@ std::vector<LaunchRecord> sim_run_library(Device& device, const std::string& pat
   check(sim != nullptr, "sim: kernels of a library run on the emulated device only, not on ", device.name());
   check(symbols.size() == list.launches.size(), "sim: ", symbols.size(), " symbols for ",
         list.launches.size(), " launches");
-  // The library wants the hooks of this module, which Python loaded for itself alone.
-  Dl_info self;
-  check(dladdr(reinterpret_cast<void*>(&make_sim), &self) != 0 &&
-            dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL) != nullptr,
-        "sim: cannot offer its hooks: ", dlerror());
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  check(library != nullptr, "sim: ", path, ": ", dlerror());
+  void* library = open_library(path);
   const std::unique_ptr<void, int (*)(void*)> closer(library, dlclose);
   std::vector<sim::Kernel> kernels;
   for (const std::string& symbol : symbols) {
@@ -310,10 +325,11 @@ std::vector<LaunchRecord> sim_run_library(Device& device, const std::string& pat
   return sim_records(*program);
 }
 
-// LILY_SIM_SEED draws other orders and layouts; the same seed repeats the same ones.
+// LILY_SIM_SEED draws other orders and layouts; the same seed repeats the same ones. The kernels of
+// LILY_SIM_KERNELS, a shared library, take the place of ours of the same name.
 DeviceRef make_sim(bool exact, std::string& why) {
 #if defined(__x86_64__)
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
+  if (x86_level() < 3) {
     why = "the emulated device needs a processor with AVX2, FMA and F16C";
     return nullptr;
   }
@@ -324,7 +340,8 @@ DeviceRef make_sim(bool exact, std::string& why) {
   char* end = nullptr;
   const uint64_t seed = text ? std::strtoull(text, &end, 10) : 1;
   check(text == nullptr || (end != text && *end == 0), "LILY_SIM_SEED is \"", text, "\", wants a number");
-  return std::make_shared<SimDevice>(exact, seed);
+  const char* library = std::getenv("LILY_SIM_KERNELS");
+  return std::make_shared<SimDevice>(exact, seed, library ? open_library(library) : nullptr);
 }
 
 }  // namespace lily

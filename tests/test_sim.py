@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, require_device
 
+from conftest import ROOT, require_device
 from lily import _core
 
 SEEDS = range(1, 51)
@@ -146,7 +146,7 @@ def test_refused(planted: Planted, name: str, says: str) -> None:
 @pytest.mark.parametrize("name", ["missing_barrier", "missing_second_barrier", "simd_barrier_only", "two_sums",
                                   "shuffle_is_no_barrier", "same_value", "wrong_flag"])
 def test_refused_in_any_order(seeded: Planted, name: str) -> None:
-    with pytest.raises(_core.DeviceError, match="race|uninitialised|divergent"):
+    with pytest.raises(_core.DeviceError, match=r"race|uninitialised|divergent"):
         seeded.run(name)
 
 

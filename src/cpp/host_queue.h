@@ -45,8 +45,8 @@ class HostQueue {
   // Returns when the job is done; rethrows what it threw, every time it is asked.
   void wait(Ticket ticket) {
     std::unique_lock lock(mutex_);
-    check(ticket >= 1 && ticket <= pushed_, "wait: ticket ", ticket, " was never given out; last is ",
-          pushed_);
+    check(ticket >= 1 && ticket <= pushed_, "wait: ticket ", ticket,
+          " was never given out; last is ", pushed_);
     changed_.wait(lock, [&] { return done_ >= ticket; });
     const auto error = errors_.find(ticket);
     if (error != errors_.end()) std::rethrow_exception(error->second);

@@ -24,6 +24,7 @@ std::vector<LaunchRecord> sim_records(const Program& program);
 // Runs kernels of a shared library compiled as ours are, one symbol a launch (the launches' variants
 // count for nothing): how tests plant bugs. `device` is a sim device.
 std::vector<LaunchRecord> sim_run_library(Device& device, const std::string& path,
-                                          const std::vector<std::string>& symbols, CommandList list);
+                                          const std::vector<std::string>& symbols,
+                                          CommandList list);
 
 }  // namespace lily

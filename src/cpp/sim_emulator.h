@@ -79,8 +79,8 @@ struct Simd {
   const void* site;
   uint32_t first;
   TileCall tile;
-  uint32_t moment[2];  // of its last synchronisation, per space
-  std::array<uint8_t, kLanes> lane_of;  // slot -> lane
+  uint32_t moment[2];                                    // of its last synchronisation, per space
+  std::array<uint8_t, kLanes> lane_of;                   // slot -> lane
   std::array<uint32_t, kLanes> given, argument, result;  // of a shuffle, by lane
 };
 

@@ -86,7 +86,8 @@ constexpr const char* kSimdBarrier = "simdgroup_barrier";
 constexpr const char* kTileProduct = "tile_mma";
 constexpr const char* kTileMax = "tile_row_max";
 constexpr const char* kTileSum = "tile_row_sum";
-constexpr const char* kShuffles[] = {"simd_shuffle_xor", "simd_shuffle", "simd_shuffle_up", "simd_shuffle_down"};
+constexpr const char* kShuffles[] = {"simd_shuffle_xor", "simd_shuffle", "simd_shuffle_up",
+                                     "simd_shuffle_down"};
 constexpr size_t kGuard = 16384;  // a page of any supported system
 
 uint32_t bit_of(uint32_t slot) { return 1u << slot; }
@@ -111,7 +112,8 @@ void run_next() {
     e.simd = &e.simds[pick(e.ready_simds, e.turn)];
   }
   Lane* from = e.lane;
-  Lane* to = &e.lanes[(e.simd - e.simds.data()) * kLanes + e.simd->lane_of[pick(e.simd->ready, e.turn)]];
+  Lane* to =
+      &e.lanes[(e.simd - e.simds.data()) * kLanes + e.simd->lane_of[pick(e.simd->ready, e.turn)]];
   if (to == from) return;
   e.lane = to;
   e.stack = to->stack;
@@ -129,8 +131,8 @@ void block(const char* name, const void* site) {
 void fiber_main() {
   Emulator& e = emulator;
   const auto& a = e.call->args;
-  e.call->kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
-                 a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23]);
+  e.call->kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12],
+                 a[13], a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23]);
   ++e.ended;
   block(nullptr, nullptr);
   run_next();
@@ -190,10 +192,12 @@ Lane* lanes_of_simd() { return &emulator.lanes[(emulator.simd - emulator.simds.d
 void start_stacks() {
   Emulator& e = emulator;
   if (e.arena) return;
-  void* arena = mmap(nullptr, kSharedArena, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* arena =
+      mmap(nullptr, kSharedArena, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   void* stacks = mmap(nullptr, kMaxThreads * (kStackBytes + kGuard), PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (arena == MAP_FAILED || stacks == MAP_FAILED) throw LilyError("sim: no memory for its threads");
+  if (arena == MAP_FAILED || stacks == MAP_FAILED)
+    throw LilyError("sim: no memory for its threads");
   for (uint32_t i = 0; i < kMaxThreads; ++i) {
     char* stack = static_cast<char*>(stacks) + i * (kStackBytes + kGuard) + kGuard;
     if (mprotect(stack, kStackBytes, PROT_READ | PROT_WRITE) != 0) {
@@ -279,7 +283,8 @@ void run_group(uint32_t linear, uint32_t threads) {
   e.ready_simds = simds == 32 ? ~0u : (1u << simds) - 1u;
   e.turn = uint32_t(e.random.next() >> 32);
   e.simd = &e.simds[pick(e.ready_simds, e.turn)];
-  e.lane = &e.lanes[(e.simd - e.simds.data()) * kLanes + e.simd->lane_of[pick(e.simd->ready, e.turn)]];
+  e.lane =
+      &e.lanes[(e.simd - e.simds.data()) * kLanes + e.simd->lane_of[pick(e.simd->ready, e.turn)]];
   e.stack = e.lane->stack;
   lily_sim_switch(&e.main_stack_pointer, e.lane->stack_pointer);
   if (e.fault.kind == FaultKind::none) find_deadlock(threads);
@@ -486,7 +491,8 @@ void reduce_rows(const TileCall& t, bool is_max) {
     float& row = e.tile_a[i / t.n];
     row = is_max ? std::fmax(row, e.tile_c[i]) : row + e.tile_c[i];
   }
-  for (uint32_t i = 0; i < t.m * t.n; ++i) lanes[i / size].rows[i % size] = e.tile_a[map.at[i] >> 16];
+  for (uint32_t i = 0; i < t.m * t.n; ++i)
+    lanes[i / size].rows[i % size] = e.tile_a[map.at[i] >> 16];
 }
 
 constexpr uint32_t kOutOfSimd = 0xffffffffu;  // undefined on Metal: a NaN
@@ -500,10 +506,14 @@ void shuffle(int op) {
     }
   };
   switch (op) {
-    case 0: return take([](uint32_t l, uint32_t a) { return l ^ a; });
-    case 1: return take([](uint32_t, uint32_t a) { return a; });
-    case 2: return take([](uint32_t l, uint32_t a) { return l - a; });
-    default: return take([](uint32_t l, uint32_t a) { return l + a; });
+    case 0:
+      return take([](uint32_t l, uint32_t a) { return l ^ a; });
+    case 1:
+      return take([](uint32_t, uint32_t a) { return a; });
+    case 2:
+      return take([](uint32_t l, uint32_t a) { return l - a; });
+    default:
+      return take([](uint32_t l, uint32_t a) { return l + a; });
   }
 }
 
@@ -623,8 +633,12 @@ static inline T reduce_in_simd(T value, int op, const void* site) {
   std::memcpy(&value, &e.simd->result[lane], 4);
   return value;
 }
-LILY_CALL float lily_sim_reduce_float(float value, int op) { return reduce_in_simd(value, op, LILY_SITE); }
-LILY_CALL uint32_t lily_sim_reduce_uint(uint32_t value, int op) { return reduce_in_simd(value, op, LILY_SITE); }
+LILY_CALL float lily_sim_reduce_float(float value, int op) {
+  return reduce_in_simd(value, op, LILY_SITE);
+}
+LILY_CALL uint32_t lily_sim_reduce_uint(uint32_t value, int op) {
+  return reduce_in_simd(value, op, LILY_SITE);
+}
 
 LILY_CALL uint32_t lily_sim_atomic_add(uint32_t* at, uint32_t value) {
   sim::touch_atomic(reinterpret_cast<uintptr_t>(at), true, true);
@@ -689,15 +703,17 @@ LILY_CALL uint32_t lily_sim_tile_map(uint32_t m, uint32_t n, uint32_t i) {
   }
   return sim::tile_map(m, n).at[emulator.lane->thread % sim::kLanes * size + i];
 }
-LILY_CALL void lily_sim_tile_mma(float* v, uint32_t m, uint32_t n, uint32_t k, const void* a, uint32_t lda,
-                                 const void* b, uint32_t ldb, int transposed, int bf16) {
+LILY_CALL void lily_sim_tile_mma(float* v, uint32_t m, uint32_t n, uint32_t k, const void* a,
+                                 uint32_t lda, const void* b, uint32_t ldb, int transposed,
+                                 int bf16) {
   emulator.lane->tile = v;
   const sim::TileCall call = {m, n, k, a, b, lda, ldb, transposed != 0, bf16 != 0};
   if (!sim::meet(sim::kTileProduct, LILY_SITE, &call)) return;
   sim::multiply(call);
   sim::part();
 }
-LILY_CALL void lily_sim_tile_reduce(const float* v, uint32_t m, uint32_t n, int is_max, float* out) {
+LILY_CALL void lily_sim_tile_reduce(const float* v, uint32_t m, uint32_t n, int is_max,
+                                    float* out) {
   emulator.lane->tile = const_cast<float*>(v);
   emulator.lane->rows = out;
   const sim::TileCall call = {m, n, 0, nullptr, nullptr, 0, 0, false, false};

@@ -17,7 +17,8 @@ namespace {
 void* map_pages(size_t bytes) {
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED) throw LilyError(concat("sim: no address space for ", bytes, " bytes of shadow"));
+  if (at == MAP_FAILED)
+    throw LilyError(concat("sim: no address space for ", bytes, " bytes of shadow"));
   return at;
 }
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -101,7 +102,8 @@ __attribute__((noinline)) void race(uintptr_t at, uint64_t size, bool write, boo
   fault.other = other, fault.other_read = other_read;
   fail(fault);
 }
-[[noreturn]] __attribute__((noinline)) void fail_access(FaultKind kind, uintptr_t at, uint64_t size, bool write) {
+[[noreturn]] __attribute__((noinline)) void fail_access(FaultKind kind, uintptr_t at, uint64_t size,
+                                                        bool write) {
   Fault fault;
   fault.kind = kind, fault.at = at, fault.size = size, fault.write = write;
   fail(fault);
@@ -126,19 +128,25 @@ struct Order {
     const Emulator& e = emulator;
     const uint32_t moment = e.simd->moment[space] << kMomentShift;
     many = moment | kMany | e.lane->thread / kLanes;
-    mine = how.by_simd ? many : how.atomic ? moment | kAtomic | e.lane->thread : moment | e.lane->thread;
+    mine = how.by_simd  ? many
+           : how.atomic ? moment | kAtomic | e.lane->thread
+                        : moment | e.lane->thread;
     many_simds = e.clock.barrier[space] << kMomentShift | kMany | kManySimds;
     group = e.clock.group;
     rounds = e.clock.barrier[space] - group;
   }
   // Of this group and a barrier ago, as most stamps are that are not the lane's own.
   LILY_INLINE bool past(uint32_t stamp) const { return (stamp >> kMomentShift) - group < rounds; }
-  LILY_INLINE bool known_reader(uint32_t r) const { return r == mine || r == many || r == many_simds; }
+  LILY_INLINE bool known_reader(uint32_t r) const {
+    return r == mine || r == many || r == many_simds;
+  }
   LILY_INLINE void judge(uint32_t w, uint32_t r, uintptr_t at, unsigned n) const {
-    if (w != 0 && w != mine && !past(w) && conflicts_with_write(w, space, how.atomic, how.by_simd)) [[unlikely]] {
+    if (w != 0 && w != mine && !past(w) && conflicts_with_write(w, space, how.atomic, how.by_simd))
+        [[unlikely]] {
       race(at, n, how.write, how.atomic, w, false);
     }
-    if (how.write && r != 0 && r != mine && (!past(r) || (r & kOthers)) && conflicts_with_read(r, space)) [[unlikely]] {
+    if (how.write && r != 0 && r != mine && (!past(r) || (r & kOthers)) &&
+        conflicts_with_read(r, space)) [[unlikely]] {
       race(at, n, how.write, how.atomic, r, true);
     }
   }
@@ -153,8 +161,8 @@ struct Order {
   }
 };
 
-__attribute__((noinline)) void check_split(const Order& order, Half& half, HalfBytes& bytes, uintptr_t at,
-                                           unsigned n) {
+__attribute__((noinline)) void check_split(const Order& order, Half& half, HalfBytes& bytes,
+                                           uintptr_t at, unsigned n) {
   if (half.written != kSplit) std::fill_n(bytes.byte, 4, half);
   for (unsigned i = 0; i < n; ++i) {
     Half& byte = bytes.byte[(at & 3) + i];
@@ -165,7 +173,8 @@ __attribute__((noinline)) void check_split(const Order& order, Half& half, HalfB
   half = bytes.byte[0];
   for (unsigned i = 1; i < 4; ++i) {
     const Half byte = bytes.byte[i];
-    const bool alike = byte.written == half.written || (order.past(byte.written) && order.past(half.written));
+    const bool alike =
+        byte.written == half.written || (order.past(byte.written) && order.past(half.written));
     if (!alike || byte.read != half.read) {
       half.written = kSplit;
       return;
@@ -184,7 +193,8 @@ LILY_INLINE void check_half(const Order& order, const Range& range, uintptr_t at
       return;
     }
     // A part of them, by which nothing changes.
-    if (order.how.write ? half.written == order.mine && half.read == 0 : order.known_reader(half.read)) {
+    if (order.how.write ? half.written == order.mine && half.read == 0
+                        : order.known_reader(half.read)) {
       order.judge(half.written, half.read, at, n);
       return;
     }
@@ -221,7 +231,8 @@ LILY_INLINE void touch(Range& range, uintptr_t at, unsigned n, How how) {
     seen |= mask;
   } else {
     if ((w & mask) != mask) [[unlikely]] {
-      fail_access(FaultKind::uninitialised, at + __builtin_ctzll((mask & ~w) >> (at & 7)), n, false);
+      fail_access(FaultKind::uninitialised, at + __builtin_ctzll((mask & ~w) >> (at & 7)), n,
+                  false);
     }
     seen = mask << kReadShift;
     if ((w & seen) != seen) range.touched.read_distinct += __builtin_popcountll(seen & ~w);
@@ -294,7 +305,8 @@ __attribute__((noinline)) void check_access(uintptr_t at, const void* caller) {
     if (range == nullptr) return;
   }
   check_permission(*range, at, N, WRITE);
-  if (at % N != 0) [[unlikely]] fail_access(FaultKind::misaligned, at, N, WRITE);
+  if (at % N != 0) [[unlikely]]
+    fail_access(FaultKind::misaligned, at, N, WRITE);
   constexpr How how = {.write = WRITE, .whole = true};
   if constexpr (N <= 8) {
     touch(*range, at, N, how);
@@ -339,7 +351,8 @@ const Range* range_of(uintptr_t at) { return find(at, 1); }
 namespace {
 
 std::string group_name(uint32_t linear, const Grid& grid) {
-  return concat("(", linear % grid.x, ", ", linear / grid.x % grid.y, ", ", linear / grid.x / grid.y, ")");
+  return concat("(", linear % grid.x, ", ", linear / grid.x % grid.y, ", ",
+                linear / grid.x / grid.y, ")");
 }
 
 std::string where(uintptr_t at) {
@@ -352,7 +365,8 @@ std::string where(uintptr_t at) {
   for (const Declared& d : e.call->declared) places.push_back({d.begin, d.end, d.what});
   for (size_t i = 0; i < e.shared_count; ++i) {
     const SharedArray& a = e.shared[i];
-    places.push_back({a.begin, a.begin + a.bytes, concat("threadgroup array '", static_cast<const char*>(a.key), "'")});
+    places.push_back({a.begin, a.begin + a.bytes,
+                      concat("threadgroup array '", static_cast<const char*>(a.key), "'")});
   }
   const Place* nearest = nullptr;
   uint64_t distance = uint64_t(1) << 30;
@@ -365,9 +379,11 @@ std::string where(uintptr_t at) {
     if (at - lane.stack < kStackBytes) return concat("thread ", lane.thread, "'s own memory");
   }
   if (nearest == nullptr) {
-    return concat("address ", reinterpret_cast<void*>(at), ", near nothing that the launch declares");
+    return concat("address ", reinterpret_cast<void*>(at),
+                  ", near nothing that the launch declares");
   }
-  if (at < nearest->begin) return concat(nearest->begin - at, " bytes before the start of ", nearest->what);
+  if (at < nearest->begin)
+    return concat(nearest->begin - at, " bytes before the start of ", nearest->what);
   return concat("byte ", at - nearest->begin, " of ", nearest->what, ", which ends at ",
                 nearest->end - nearest->begin);
 }
@@ -377,7 +393,8 @@ std::string other_party(const Fault& f) {
   const uint32_t moment = f.other >> kMomentShift;
   std::string who;
   if (f.other_read && (f.other & kMany)) {
-    who = f.other & kManySimds ? "several threads" : concat("lanes of simdgroup ", f.other & (kLanes - 1));
+    who = f.other & kManySimds ? "several threads"
+                               : concat("lanes of simdgroup ", f.other & (kLanes - 1));
   } else {
     who = concat("thread ", f.other & kThreadMask);
   }
@@ -397,16 +414,19 @@ std::string other_party(const Fault& f) {
 
 std::string describe(const Fault& f) {
   const Emulator& e = emulator;
-  const std::string head = concat("kernel ", e.call->name, ", group (", e.group[0], ", ", e.group[1], ", ",
-                                  e.group[2], "), thread ", e.lane->thread, ": ");
-  const std::string bytes = concat(f.atomic ? "changes " : f.write ? "writes " : "reads ", f.size,
-                                   f.atomic ? " bytes atomically at " : " bytes at ");
+  const std::string head = concat("kernel ", e.call->name, ", group (", e.group[0], ", ",
+                                  e.group[1], ", ", e.group[2], "), thread ", e.lane->thread, ": ");
+  const std::string bytes = concat(f.atomic  ? "changes "
+                                   : f.write ? "writes "
+                                             : "reads ",
+                                   f.size, f.atomic ? " bytes atomically at " : " bytes at ");
   switch (f.kind) {
     case FaultKind::undeclared: {
       // The first byte that is wrong says more than the first of the access.
       uintptr_t at = f.at;
       while (at < f.at + f.size - 1 && find(at, 1)) ++at;
-      return concat(head, "out of bounds: ", bytes, where(f.at), at == f.at ? "" : ", and ", at == f.at ? "" : where(at));
+      return concat(head, "out of bounds: ", bytes, where(f.at), at == f.at ? "" : ", and ",
+                    at == f.at ? "" : where(at));
     }
     case FaultKind::not_readable:
       return concat(head, "undeclared read: ", bytes, where(f.at), ", declared as written only");
@@ -415,34 +435,38 @@ std::string describe(const Fault& f) {
     case FaultKind::uninitialised:
       return concat(head, "uninitialised: ", bytes, where(f.at), ", which nothing has written");
     case FaultKind::misaligned:
-      return concat(head, "misaligned: ", bytes, where(f.at), ", address ", reinterpret_cast<void*>(f.at),
-                    " is no multiple of ", f.size);
+      return concat(head, "misaligned: ", bytes, where(f.at), ", address ",
+                    reinterpret_cast<void*>(f.at), " is no multiple of ", f.size);
     case FaultKind::race:
       return concat(head, "race: ", bytes, where(f.at), ", ", other_party(f));
     case FaultKind::collective:
     case FaultKind::barrier: {
       const bool barrier = f.kind == FaultKind::barrier;
-      return concat(head, barrier ? "barrier" : "collective", " in divergent control flow: it is in ", f.text,
-                    ", thread ", f.other_thread, barrier ? " " : " of the same simdgroup ",
+      return concat(head, barrier ? "barrier" : "collective",
+                    " in divergent control flow: it is in ", f.text, ", thread ", f.other_thread,
+                    barrier ? " " : " of the same simdgroup ",
                     f.other_text == nullptr  ? "has ended"
                     : f.other_text == f.text ? "in another call of it"
                                              : concat("in ", f.other_text));
     }
     case FaultKind::shared_size:
-      return concat(head, "threadgroup memory: ", f.size, " bytes in all, the limit is ", kSharedLimit,
-                    " (and ", kSharedArrays, " arrays)");
+      return concat(head, "threadgroup memory: ", f.size, " bytes in all, the limit is ",
+                    kSharedLimit, " (and ", kSharedArrays, " arrays)");
     case FaultKind::shared_changed:
-      return concat(head, "threadgroup array '", f.text, "': ", f.size, " bytes, another thread had another size");
+      return concat(head, "threadgroup array '", f.text, "': ", f.size,
+                    " bytes, another thread had another size");
     case FaultKind::lane_index:
       return concat(head, f.text, ": lane argument ", f.size, ", a simdgroup has 32 lanes");
     case FaultKind::tile_index:
       return concat(head, "tile: element ", f.size, " does not exist");
     case FaultKind::tile_operands:
-      return concat(head, f.text, ": its lanes pass different operands than thread ", f.other_thread);
+      return concat(head, f.text, ": its lanes pass different operands than thread ",
+                    f.other_thread);
     case FaultKind::tile_space:
       return concat(head, "tile: operand at ", where(f.at), " is ", f.text);
     case FaultKind::too_long:
-      return concat(head, "more than ", kMomentLimit, " barriers in one launch: too long for the emulator");
+      return concat(head, "more than ", kMomentLimit,
+                    " barriers in one launch: too long for the emulator");
     case FaultKind::none:
       break;
   }

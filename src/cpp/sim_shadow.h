@@ -29,9 +29,9 @@ constexpr uint32_t kSplit = ~0u;
 constexpr unsigned kMomentShift = 12;
 constexpr uint32_t kMomentLimit = 1u << (32 - kMomentShift);
 constexpr uint32_t kThreadMask = 0x3ff;
-constexpr uint32_t kAtomic = 0x400;   // of `written`: by an atomic operation
-constexpr uint32_t kOthers = 0x400;   // of `read`: a group before this one has read it as well
-constexpr uint32_t kMany = 0x800;     // of `read`: by several lanes; thread field = their simdgroup
+constexpr uint32_t kAtomic = 0x400;  // of `written`: by an atomic operation
+constexpr uint32_t kOthers = 0x400;  // of `read`: a group before this one has read it as well
+constexpr uint32_t kMany = 0x800;    // of `read`: by several lanes; thread field = their simdgroup
 constexpr uint32_t kManySimds = 0x200;  // of `read`, with kMany: by lanes of several simdgroups
 
 class Shadow {
@@ -66,8 +66,8 @@ struct Declared {
   uintptr_t begin = 0, end = 0;
   Access access = Access::none;
   const Shadow* shadow = nullptr;
-  std::string what;       // for messages
-  bool counted = false;   // part of the launch's traffic
+  std::string what;      // for messages
+  bool counted = false;  // part of the launch's traffic
 };
 
 // A piece of memory with one set of permissions: declarations cut where they overlap.
@@ -87,7 +87,7 @@ struct Range {
 // barriers, lanes of a simdgroup also by the moments of its own barriers; groups never are.
 struct Clock {
   uint32_t now = 0;
-  uint32_t group = 0;       // moment in which the running group began
+  uint32_t group = 0;            // moment in which the running group began
   uint32_t barrier[2] = {0, 0};  // of the last threadgroup barrier, per space
 };
 
@@ -95,9 +95,22 @@ struct Clock {
 // Found inside a fiber, put into words outside of it: a fiber that failed is abandoned, so it must
 // own nothing.
 enum class FaultKind : uint8_t {
-  none, undeclared, not_readable, not_writable, uninitialised, misaligned, race, collective,
-  barrier, shared_size, shared_changed, lane_index, tile_index, tile_operands,
-  tile_space, too_long
+  none,
+  undeclared,
+  not_readable,
+  not_writable,
+  uninitialised,
+  misaligned,
+  race,
+  collective,
+  barrier,
+  shared_size,
+  shared_changed,
+  lane_index,
+  tile_index,
+  tile_operands,
+  tile_space,
+  too_long
 };
 struct Fault {
   FaultKind kind = FaultKind::none;

@@ -18,7 +18,10 @@ KERNEL(wide_over_end)(ARGS_XY IDS) {
     y[tid] = v.x + v.w;
   }
 }
-KERNEL(write_input)(ARGS_XY IDS) { READ_IDS y[tid] = 1.0f; if (tid == 3) ((device float*)x)[5] = 2.0f; }
+KERNEL(write_input)(ARGS_XY IDS) {
+  READ_IDS y[tid] = 1.0f;
+  if (tid == 3) ((device float*)x)[5] = 2.0f;
+}
 KERNEL(read_output)(ARGS_XY IDS) { READ_IDS y[tid] += x[tid]; }
 KERNEL(misaligned)(ARGS_XY IDS) {
   READ_IDS
@@ -288,7 +291,8 @@ KERNEL(shared_after)(ARGS_XY IDS) {
 KERNEL(tile_product)(ARGS_XY IDS) {
   STAGE
   TILE_PRODUCT
-  for (uint i = 0; i < Tile<32, 32>::kSize; ++i) y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+  for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
+    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
 }
 // Rows scaled to a sum of one; both orders of the operands.
 KERNEL(tile_rows)(ARGS_XY IDS) {
@@ -318,7 +322,8 @@ KERNEL(tile_no_barrier)(ARGS_XY IDS) {
   Tile<32, 32> t;
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)a, 33, (threadgroup const float*)a, 33, 32);
-  for (uint i = 0; i < Tile<32, 32>::kSize; ++i) y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+  for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
+    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
 }
 KERNEL(tile_short)(ARGS_XY IDS) {
   STAGE
@@ -326,14 +331,16 @@ KERNEL(tile_short)(ARGS_XY IDS) {
   Tile<32, 32> t;
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)a, 33, (threadgroup const float*)a + 33, 33, 32);
-  for (uint i = 0; i < Tile<32, 32>::kSize; ++i) y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+  for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
+    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
 }
 KERNEL(tile_of_device)(ARGS_XY IDS) {
   READ_IDS
   Tile<32, 32> t;
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)x, 32, (threadgroup const float*)x, 32, 32);
-  for (uint i = 0; i < Tile<32, 32>::kSize; ++i) y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+  for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
+    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
 }
 KERNEL(tile_lanes_differ)(ARGS_XY IDS) {
   STAGE
@@ -341,7 +348,8 @@ KERNEL(tile_lanes_differ)(ARGS_XY IDS) {
   Tile<16, 8> t;
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)a + (lane & 1), 33, (threadgroup const float*)a, 33, 16);
-  for (uint i = 0; i < Tile<16, 8>::kSize; ++i) y[tile_row<16, 8>(i) * 8 + tile_col<16, 8>(i)] = t.v[i];
+  for (uint i = 0; i < Tile<16, 8>::kSize; ++i)
+    y[tile_row<16, 8>(i) * 8 + tile_col<16, 8>(i)] = t.v[i];
 }
 
 // ---- several launches -----------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""The tests of the kernels can fail: mutants of the kernel text, compiled for sim, are killed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import mutate
+import pytest
+import test_linear
+from conftest import require_device
+from kernel_harness import PARAMS, Kernels
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    require_device("sim")
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("ziglang is not installed: nothing here compiles mutants")
+
+
+def test_every_op_is_mutated() -> None:
+    """Each op has tests to be run, and text of every kind that its kernel holds is found."""
+    assert set(mutate.TESTS) == set(PARAMS)
+    for op in mutate.TESTS:
+        text = mutate.source_of(op).read_text()
+        code = mutate.plain(text)
+        assert len(code) == len(text)
+        parts = mutate.parts_of(op, code, text)
+        sites = [c for find in mutate.OPERATORS.values() for p in parts for c in find(code, p)]
+        assert len(sites) > mutate.MUTANTS
+        assert all(start < end and code[start:end] != after for start, end, after in sites)
+
+
+def test_a_dropped_bias_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an ordinary case of project, which the original passes in the same way."""
+    text = mutate.source_of("project").read_text()
+    scaled = "fma(sb.x, d[r][j], sb.y * x_sum[r])"
+    assert text.count(scaled) == 1
+    monkeypatch.setenv("LILY_SIM_KERNELS", str(mutate.library(text, "project", tmp_path)))
+    test_linear.test_project_k(Kernels("sim", True), 192)
+    mutant = text.replace(scaled, "sb.x * d[r][j]")
+    other = tmp_path / "mutant"
+    other.mkdir()
+    monkeypatch.setenv("LILY_SIM_KERNELS", str(mutate.library(mutant, "project", other)))
+    for exact in (True, False):
+        with pytest.raises(AssertionError, match="off, first at"):
+            test_linear.test_project_k(Kernels("sim", exact), 192)
+    monkeypatch.delenv("LILY_SIM_KERNELS")
+    test_linear.test_project_k(Kernels("sim", True), 192)
+
+
+RESULTS: list[mutate.Mutant] = []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", mutate.TESTS)
+def test_mutants(op: str) -> None:
+    """Three of each op; a survivor is listed with the reason."""
+    mine = mutate.mutants_of(op, seed=1)
+    RESULTS.extend(mine)
+    assert len(mine) == mutate.MUTANTS
+    assert all(m.killed_by or m.listed() for m in mine), mutate.verdict(mine)
+
+
+@pytest.mark.slow
+def test_most_mutants_are_killed() -> None:
+    if len(RESULTS) < mutate.MUTANTS * len(mutate.TESTS):
+        pytest.skip("the rate is one over all ops, not all of them were run")
+    assert not mutate.verdict(RESULTS)

@@ -1,4 +1,4 @@
-"""Mutants of the kernel text: drawn by seed, compiled for sim, run through the op's own tests there.
+"""Mutants of the kernel text: drawn by seed, compiled for sim, run through the op's own tests.
 
 python tests/mutate.py --seed 1 [--ops flash,project] [--json FILE]: exit code 0 when at least 95 %
 are killed and every survivor is listed, with its reason, in mutation_survivors.md beside this file.
@@ -81,7 +81,7 @@ def closing(code: str, at: int) -> int:
 
 
 def operand_end(code: str, at: int) -> int:
-    """The end of the operand that begins at `at`: up to an unmatched bracket or a weaker operator."""
+    """The end of the operand at `at`: up to an unmatched bracket or a weaker operator."""
     while code[at] not in ")]};,":
         if re.match(r" (&&|\|\||\?|:) ", code[at:]):
             break
@@ -96,7 +96,9 @@ def condition_start(code: str, at: int) -> int:
         before = code[at - 1]
         depth += (before in ")]}") - (before in "([{")
         assigns = before == "=" and code[at - 2] not in "=!<>"
-        if depth < 0 or depth == 0 and (before in ",;{}?:" or assigns or code[:at].endswith("return")):
+        if depth < 0 or (
+            depth == 0 and (before in ",;{}?:" or assigns or code[:at].endswith("return"))
+        ):
             return at
         at -= 1
 
@@ -141,7 +143,9 @@ def constants(code: str, part: Part) -> Iterator[Change]:
     for m in re.compile(r"(?<![\w.])\d+\.\d+(e-?\d+)?f\b").finditer(code, part.begin, part.end):
         value = float(m[0][:-1])
         yield m.start(), m.end(), f"{value * 1.5 if value else 1.0!r}f"
-    for m in re.compile(r"(?<![\w.])([2-9]|\d\d+)(u?)(?![\w.])").finditer(code, part.begin, part.end):
+    for m in re.compile(r"(?<![\w.])([2-9]|\d\d+)(u?)(?![\w.])").finditer(
+        code, part.begin, part.end
+    ):
         yield m.start(), m.end(), f"{int(m[1]) + 1}{m[2]}"
     for m in re.compile(r"\b(0x[0-9a-f]+)(u?)\b").finditer(code, part.begin, part.end):
         yield m.start(), m.end(), f"{int(m[1], 16) - 1:#x}{m[2]}"
@@ -175,13 +179,26 @@ def indices(code: str, part: Part) -> Iterator[Change]:
             yield m.start(), last + 1, f"[{code[end + 2 : last]}][{first}]"
     other = {"group.x": "group.y", "group.y": "group.x", "group.z": "group.x", "tid": "lane",
              "lane": "tid", "simd": "lane"}  # fmt: skip
-    for m in re.compile(r"\b(group\.[xyz]|tid|lane|simd)\b(?!_)").finditer(code, part.begin, part.end):
+    for m in re.compile(r"\b(group\.[xyz]|tid|lane|simd)\b(?!_)").finditer(
+        code, part.begin, part.end
+    ):
         yield m.start(), m.end(), other[m[0]]
 
 
 def factors(code: str, part: Part) -> Iterator[Change]:
     """Products lose a factor, sums of floats a term."""
-    names = {"sb.x", "sb.y", "p.eps", "p.scale", "eps", "exp_", "silu", "sigmoid", "float", "inv_norm"}
+    names = {
+        "sb.x",
+        "sb.y",
+        "p.eps",
+        "p.scale",
+        "eps",
+        "exp_",
+        "silu",
+        "sigmoid",
+        "float",
+        "inv_norm",
+    }
     for m in re.compile(r"\bfloat[24]?\*? ([^;({]*)").finditer(code, part.head, part.end):
         names |= set(re.findall(r"(?:^|, )(\w+)", m[1]))
     operand = re.compile(r" ([*+]) ([\w.]+)")
@@ -191,7 +208,9 @@ def factors(code: str, part: Part) -> Iterator[Change]:
             while code[end] in "([":
                 end = closing(code, end) + 1
             yield m.start(), end, ""
-    for m in re.compile(r"([\w.]+)(\[[^\[\]]*\])?(\.\w+)? \* ").finditer(code, part.begin, part.end):
+    for m in re.compile(r"([\w.]+)(\[[^\[\]]*\])?(\.\w+)? \* ").finditer(
+        code, part.begin, part.end
+    ):
         if m[1] in names or m[3] == ".weight":
             yield m.start(), m.end(), ""
     for m in re.compile(r"\b([\w.]+)(\[[^;]*\])? \*= [^;]*;").finditer(code, part.begin, part.end):
@@ -377,7 +396,9 @@ def verdict(done: list[Mutant]) -> list[str]:
     faults = [f"{m.op}: `{m.before}` -> `{m.after}` survived and is not listed in {SURVIVORS.name}"
               for m in alive if not m.listed()]  # fmt: skip
     if len(done) - len(alive) < KILLED * len(done):
-        faults.append(f"{len(done) - len(alive)} of {len(done)} killed, at least {KILLED:.0%} must be")
+        faults.append(
+            f"{len(done) - len(alive)} of {len(done)} killed, at least {KILLED:.0%} must be"
+        )
     return faults
 
 

@@ -97,6 +97,7 @@ class Inputs:
     def __init__(self, kernels: Kernels, rng: np.random.Generator, shape: Shape, rows: int) -> None:
         self.shape = shape
         values = rng.standard_normal((rows, shape.stride)) * rng.uniform(0.5, 2.0, (rows, 1))
+        values[-1, : shape.v_offset] *= 1e-3  # where eps counts
         self.proj = kernels.act(values)
         self.proj[:, -8:] = poison(1, self.proj.dtype)[0]
         self.q_gain, self.k_gain = (
@@ -266,6 +267,20 @@ def test_step_rows_of_several_slots(kernels: Kernels, shape: Shape) -> None:
 @pytest.mark.parametrize("start", [0, 250, 256])
 def test_step_sixteen_rows_of_one_slot(kernels: Kernels, start: int) -> None:
     check_step(kernels, Shape(heads=4, kv_heads=1), [(0, start + i) for i in range(16)], 3)
+
+
+@pytest.mark.parametrize("position", [255, 1000])
+def test_step_reads_keys_and_values_once_on_sim(position: int) -> None:
+    """Each cached row once for all query heads of its KV head."""
+    require_device("sim")
+    kernels, rng, shape = Kernels("sim", False), np.random.default_rng(5), QWEN35B
+    cache = Cache(kernels, rng, shape, [position], [position + 1])
+    x = Inputs(kernels, rng, shape, 1)
+    run_step(kernels, x, cache, [(0, position)], position // BLOCK + 1)
+    once = position * 2 * shape.kv_heads * D * 2
+    # Each split makes q: q, the partners of its rotated values, gains, frequencies.
+    q = (position // BLOCK + 1) * shape.heads * D * (2 + 2 + 4 + 4 + 4)
+    assert once <= kernels.bytes_read <= 1.1 * once + q
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]], ids=["35b", "6over2"])
@@ -548,6 +563,18 @@ def test_flash(kernels: Kernels, shape: Shape, rows: int, position: int) -> None
     assert cache.unchanged()
     K, V = cache.appended(1, 0, position + rows)
     check_flash(got, x, q, K, V, np.arange(rows), position)
+
+
+def test_flash_reads_keys_and_values_once_on_sim() -> None:
+    """Once per 32 rows of scores: 4 queries of 8 heads."""
+    require_device("sim")
+    kernels, rng, shape = Kernels("sim", False), np.random.default_rng(5), QWEN35B
+    cache = Cache(kernels, rng, shape, [204], [204])
+    x = Inputs(kernels, rng, shape, 4)
+    q = kernels.act(rng.standard_normal((4, shape.heads, D)))
+    run_flash(kernels, x, q, cache, 0, 200)
+    once = 204 * 2 * shape.kv_heads * D * 2 + 2 * q.nbytes  # and q and its gate
+    assert once <= kernels.bytes_read <= 1.1 * once
 
 
 def test_flash_of_sharp_scores(kernels: Kernels) -> None:

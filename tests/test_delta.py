@@ -451,7 +451,7 @@ def rule_reference(x: Prepared, state: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return after, o
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 17, 33, 130])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 17, 33, 130])
 def test_prep(kernels: Kernels, rows: int) -> None:
     rng = np.random.default_rng(rows)
     layer = make_layer(rng, 2, 4)

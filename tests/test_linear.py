@@ -9,6 +9,7 @@ import pytest
 
 import kernel_harness as h
 import reference as ref
+from conftest import require_device
 from kernel_harness import In, InOut, Kernels, Out
 from lily import _core
 
@@ -141,6 +142,21 @@ def test_project_k(kernels: Kernels, k: int) -> None:
     x, xv = kernels.act(xv), kernels.rounded(xv)
     y = run_project(kernels, w, x, gain, f32=True, parts=3)
     close(y, ref.project(xv, w.values[0], gain.astype(float), EPS))
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_project_reads_weights_once_on_sim(bits: int) -> None:
+    """Each weight once per 4 valid rows: rows past the last cost nothing."""
+    require_device("sim")
+    kernels, rng = Kernels("sim", False), np.random.default_rng(bits)
+    w = h.weight(rng, 40, 1024, bits, 64)
+    x, _ = vectors(kernels, rng, 16, 1024)
+    gain = np.ones(1024, np.float32)
+    for rows, valid, sweeps in ((1, 1, 1), (4, 4, 1), (16, 4, 1), (16, 1, 1), (16, 5, 2)):
+        run_project(kernels, w, x[:rows], gain, valid)
+        # A simdgroup reads 4 rows of weights, the gain, and its rows of x.
+        once = w.codes.nbytes + w.pairs.nbytes + 10 * 1024 * ((4 if rows > 1 else 1) * 2 + 4)
+        assert sweeps * once <= kernels.bytes_read <= sweeps * once * 1.1
 
 
 def test_project_real_shape(kernels: Kernels) -> None:

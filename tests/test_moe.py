@@ -31,16 +31,19 @@ class Moe:
     ssq_parts: int = 3
     live: int = 0
     seed: int = 0
+    odd: int = 0  # units that up has fewer than down takes
 
     def __post_init__(self) -> None:
         self.live = self.live or self.rows
         rng = self.rng = np.random.default_rng(self.seed)
         make = {"bits": self.bits, "group": self.group, "f16": self.f16}
-        self.up = weight(rng, 2 * self.width, self.hidden, experts=self.experts, **make)
-        self.shared_up = weight(rng, 2 * self.shared_width, self.hidden, **make)
+        units, shared_units = self.width - self.odd, self.shared_width - self.odd
+        self.up = weight(rng, 2 * units, self.hidden, experts=self.experts, **make)
+        self.shared_up = weight(rng, 2 * shared_units, self.hidden, **make)
         self.down = weight(rng, self.hidden, self.width, experts=self.experts, **make)
         self.shared_down = weight(rng, self.hidden, self.shared_width, **make)
         self.x = rng.standard_normal((self.rows, self.hidden)) * 2
+        self.x[-1] *= 5e-4  # where eps counts
         self.gain = rng.standard_normal(self.hidden).astype(np.float32) + 1
         self.logits = rng.standard_normal((self.rows, self.experts + 3)).astype(np.float32) * 2
         self.h_stride = max(self.width, self.shared_width) + 4
@@ -191,6 +194,8 @@ CASES = [
     Moe(3, hidden=192, width=64, shared_width=192, bits=8, group=32, experts=5, top_k=5),
     Moe(1, hidden=320, width=576, shared_width=64, bits=16, experts=3),
     Moe(7, live=3, hidden=128, width=64, shared_width=64, group=32),
+    Moe(2, hidden=128, width=128, shared_width=64, odd=1),
+    Moe(2, hidden=128, width=64, shared_width=64, odd=3),
 ]
 REAL = Moe(2, hidden=2048, width=512, shared_width=512, top_k=8, ssq_parts=256, seed=7)
 

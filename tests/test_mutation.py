@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import mutate
 import pytest
+
+import mutate
 import test_linear
 from conftest import require_device
 from kernel_harness import PARAMS, Kernels

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import reference
+from conftest import require_device
 from kernel_harness import CONST, STRUCTS, In, Kernels, Out, params
 from lily import LilyError
 
@@ -274,6 +275,21 @@ def test_adjusted_logits(device: str) -> None:
         assert (np.isneginf(want) == np.isneginf(result.adjusted[row])).all()
         real = want > -np.inf
         assert np.allclose(result.adjusted[row][real], want[real], rtol=1e-6, atol=1e-5)
+
+
+def test_counts_are_read_for_penalties_only_on_sim() -> None:
+    """Without penalties, mask and bias a token costs its logit and seven words of settings."""
+    require_device("sim")
+    k, rng, vocab = Kernels("sim", True), np.random.default_rng(2), 2000
+    logits = model_logits(rng, 1, vocab)
+    words = []
+    for settings in ({}, {"frequency": 0.5}):
+        step = make_step(vocab, [Slot(settings=settings)], [0], [1], 1)
+        p = params("sample_scan", rows=1, vocab=vocab, token_limit=vocab)
+        out = [Out((1, vocab), np.float32), Out((1, 2, 8), np.float32)]
+        k.run("sample_scan", p, [In(logits), *out], step)
+        words.append(k.bytes_read / 4 - 2048)  # every thread reads how many rows there are
+    assert words[0] <= 8 * vocab and words[1] >= words[0] + 2 * vocab
 
 
 def test_limits_fall_where_they_should(device: str) -> None:

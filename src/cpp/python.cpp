@@ -54,8 +54,20 @@ struct Kernels {
   using View = std::tuple<KernelBuffer*, uint64_t, uint64_t, std::string>;
   using Call = std::tuple<std::string, Bytes, std::vector<View>, std::vector<View>, std::vector<View>>;
 
-  // Records the calls (op, params, args, step (0 or 1), unbound) into one program and runs it.
-  void run(const std::vector<Call>& calls, bool reuse, int times) {
+  // Of each launch: bytes declared read and written; touched, and touched distinct, of both.
+  using Traffic = std::vector<std::vector<uint64_t>>;
+  static Traffic traffic(const std::vector<LaunchRecord>& records) {
+    Traffic all;
+    for (const LaunchRecord& r : records) {
+      all.push_back({r.declared_read, r.declared_written, r.read, r.written, r.read_distinct,
+                     r.written_distinct});
+    }
+    return all;
+  }
+
+  // Records the calls (op, params, args, step (0 or 1), unbound) into one program and runs it. On
+  // sim what the last run did to memory; elsewhere nothing knows.
+  Traffic run(const std::vector<Call>& calls, bool reuse, int times) {
     CommandList list;
     list.label = "kernels";
     Recorder recorder(*device, list);
@@ -73,12 +85,13 @@ struct Kernels {
     Ticket last = 0;
     for (int i = 0; i < times; ++i) last = device->submit(program);
     device->wait(last);
+    return device->family() == Family::sim ? traffic(sim_records(*program)) : Traffic{};
   }
 
   using Foreign = std::tuple<std::string, std::vector<View>, std::vector<std::string>, std::vector<uint32_t>>;
   // Launches (symbol, args, access of each: "r", "w", "rw" or "", grid x, y, z, threads) of a library
-  // of kernels, on sim: bytes declared read and written; touched, and touched distinct, of both.
-  std::vector<std::vector<uint64_t>> run_library(const std::string& path, const std::vector<Foreign>& calls) {
+  // of kernels, on sim.
+  Traffic run_library(const std::string& path, const std::vector<Foreign>& calls) {
     CommandList list;
     list.label = path;
     std::vector<std::string> symbols;
@@ -94,11 +107,7 @@ struct Kernels {
       symbols.push_back(symbol);
       list.launches.push_back(std::move(launch));
     }
-    std::vector<std::vector<uint64_t>> all;
-    for (const LaunchRecord& r : sim_run_library(*device, path, symbols, std::move(list))) {
-      all.push_back({r.declared_read, r.declared_written, r.read, r.written, r.read_distinct, r.written_distinct});
-    }
-    return all;
+    return traffic(sim_run_library(*device, path, symbols, std::move(list)));
   }
 };
 

@@ -17,13 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import lily
 from lily import _core
 from lily.sampling import Sampling
-from lily.text import TextDecoder, load_tokenizer
 
 CALM = Path(__file__).resolve().parent / "data/mlx4_calm"
 PROMPT = "The quick brown fox"
@@ -47,7 +44,7 @@ def exact() -> Iterator[lily.Engine]:
 
 
 def test_generate_is_the_loop_over_a_session(engine: lily.Engine) -> None:
-    ids = np.array(engine.tokenizer.encode(PROMPT).ids, np.uint32)
+    ids = np.array(engine.tokenizer.encode(PROMPT), np.uint32)
     session = engine.session()
     assert session.sync(ids) == 0
     tokens = tuple(session.step().id for _ in range(24))
@@ -87,7 +84,7 @@ def test_options_as_params_and_as_keywords(engine: lily.Engine) -> None:
     assert engine.generate(PROMPT, params) == kept
     assert engine.generate(PROMPT, params, seed=4) != kept
     session = engine.session(params)
-    session.sync(np.array(engine.tokenizer.encode(PROMPT).ids, np.uint32))
+    session.sync(np.array(engine.tokenizer.encode(PROMPT), np.uint32))
     assert tuple(session.step().id for _ in range(12)) == kept.tokens
     assert engine.generate(PROMPT, params, top_k=1) == engine.generate(PROMPT, max_tokens=12)
 
@@ -383,28 +380,7 @@ def test_ctrl_c_in_a_long_prefill() -> None:
     assert (done.stdout, done.stderr) == ("went on\n", "")
 
 
-# ---- text --------------------------------------------------------------------------------------
-
-TOKENIZER = load_tokenizer(CALM)
-
-
-@given(st.lists(st.integers(0, 2025), max_size=30))
-@settings(deadline=None)
-def test_pieces_join_to_the_tokenizers_text(ids: list[int]) -> None:
-    decoder = TextDecoder(TOKENIZER)
-    pieces = [decoder.feed(token) for token in ids]
-    assert "".join(pieces) + decoder.finish() == TOKENIZER.decode(ids)
-
-
-@given(st.text(max_size=30))
-@settings(deadline=None)
-def test_a_character_comes_whole(text: str) -> None:
-    decoder = TextDecoder(TOKENIZER)
-    ids = TOKENIZER.encode(text).ids
-    pieces = [decoder.feed(token) for token in ids]
-    joined = "".join(pieces)
-    assert "\ufffd" not in joined.replace("\ufffd" if "\ufffd" in text else "", "")
-    assert decoder.finish() == "" and joined == TOKENIZER.decode(ids)
+# ---- options -----------------------------------------------------------------------------------
 
 
 def test_the_keywords_are_the_fields() -> None:

@@ -10,14 +10,13 @@ from types import TracebackType
 from typing import Literal, Unpack
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from lily import _core
 from lily.checkpoint import LoadPlan, TensorEntry, plan, read_checkpoint
 from lily.errors import LilyError
 from lily.sampling import Sampling, SamplingParams, resolve, whole
-from lily.text import TextDecoder, load_tokenizer, token_limit
+from lily.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
 FinishReason = Literal["stop", "length"]
@@ -64,9 +63,7 @@ class Engine:
     ('length', 4)
     """
 
-    def __init__(
-        self, core: _core.Engine, tokenizer: tokenizers.Tokenizer, loaded: LoadPlan
-    ) -> None:
+    def __init__(self, core: _core.Engine, tokenizer: Tokenizer, loaded: LoadPlan) -> None:
         self._core: _core.Engine | None = core
         self.tokenizer = tokenizer
         self.plan = loaded
@@ -99,13 +96,13 @@ class Engine:
         loaded = plan(read_checkpoint(folder))
         if max_context is not None:
             whole("max_context", max_context, 1, loaded.config.max_position)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = Tokenizer.load(folder)
         core = load_core(
             loaded,
             _first_available() if device == "auto" else device,
             _ACTIVATIONS[activations],
             max_context or 0,
-            min(loaded.config.vocab, token_limit(tokenizer)),
+            min(loaded.config.vocab, tokenizer.size),
             progress,
         )
         return cls(core, tokenizer, loaded)
@@ -199,7 +196,7 @@ class Engine:
     def _prompt_ids(self, prompt: str | Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:
         ids: Sequence[int] | NDArray[np.integer]
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt).ids
+            ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, bytes | bytearray):
             raise TypeError("prompt is bytes, text or token ids are needed")
         else:
@@ -218,15 +215,15 @@ class Engine:
     ) -> Iterator[Token]:
         space = self.max_context - len(ids)
         last = min(space, max_tokens or space)
-        text = TextDecoder(self.tokenizer)
-        ends = self.plan.config.eos_ids
+        text = self.tokenizer.stream()
+        ends = self.tokenizer.stop_ids
         session.sync(ids)
         for count in range(1, last + 1):
             token = session.step().id
             if token in ends:
                 yield Token(token, text.finish(), "stop")
                 return
-            piece = text.feed(token)
+            piece = text.push(token)
             if count == last:
                 yield Token(token, piece + text.finish(), "length")
             else:

@@ -120,8 +120,12 @@ def weight(
     spec = linear(n, k, bits, group, f16)
     if bits == 16:
         raw = bf16(rng.standard_normal((experts, n, k)) * std)
-        return Weight(raw.reshape(-1).view(np.uint32), np.zeros(0, np.uint32),
-                      from_bf16(raw).astype(np.float64), spec)
+        return Weight(
+            raw.reshape(-1).view(np.uint32),
+            np.zeros(0, np.uint32),
+            from_bf16(raw).astype(np.float64),
+            spec,
+        )
     top = (1 << bits) - 1
     q = rng.integers(0, top + 1, (experts, n, k), dtype=np.uint32)
     s = rng.uniform(0.5, 1.5, (experts, n, k // group)) * std * 3.4 / top
@@ -165,8 +169,12 @@ class InOut:
 
 Argument = In | Out | InOut | None
 
-_NAMES = {np.dtype(np.uint32): "u32", np.dtype(np.uint64): "u64", np.dtype(np.float32): "f32",
-          np.dtype(np.uint16): "bf16"}
+_NAMES = {
+    np.dtype(np.uint32): "u32",
+    np.dtype(np.uint64): "u64",
+    np.dtype(np.float32): "f32",
+    np.dtype(np.uint16): "bf16",
+}
 
 
 class Kernels:
@@ -238,7 +246,9 @@ class Kernels:
                 results.append((buffer, array))
         steps = []
         if step is not None:
-            raw = np.frombuffer(bytes(step), np.uint8) if isinstance(step, ctypes.Structure) else step
+            raw = (
+                np.frombuffer(bytes(step), np.uint8) if isinstance(step, ctypes.Structure) else step
+            )
             padded = np.zeros((raw.size + 15) // 16 * 16, np.uint8)
             padded[: raw.size] = raw
             buffer = self.place(padded, "step")
@@ -251,8 +261,13 @@ class Kernels:
         return [self.fetch(b, a) for b, a in results]
 
 
-def make_step(rows: int, slots: Sequence[int] | None = None, positions: Sequence[int] | None = None,
-              ids: Sequence[int] | None = None, pages: np.ndarray | None = None) -> np.ndarray:
+def make_step(
+    rows: int,
+    slots: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    ids: Sequence[int] | None = None,
+    pages: np.ndarray | None = None,
+) -> np.ndarray:
     """Step bytes for `rows` rows with an optional page table uint64[slots, stride] behind it."""
     s = STRUCTS["Step"]()
     s.rows = rows

@@ -111,8 +111,13 @@ def test_logits_that_are_not_finite_are_a_fault_and_the_session_goes_on(
 def test_the_model_must_fit_the_memory(tmp_path: Path) -> None:
     """Refused before anything is allocated, with both numbers."""
     make_fixtures.write_checkpoint(
-        tmp_path / "large", "mlx4", seed=None, num_experts=1024, hidden_size=8192,
-        moe_intermediate_size=4096, num_hidden_layers=4,
+        tmp_path / "large",
+        "mlx4",
+        seed=None,
+        num_experts=1024,
+        hidden_size=8192,
+        moe_intermediate_size=4096,
+        num_hidden_layers=4,
     )
     with pytest.raises(_core.LilyError, match=r"the model needs \d+ bytes .* cpu has \d+ left"):
         fresh_engine(tmp_path / "large", "cpu", True, 256)

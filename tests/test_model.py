@@ -25,7 +25,9 @@ def _places(folder: str, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("folder", "name", "bound"), CASES)
-def test_every_position_matches_the_golden(device: str, folder: str, name: str, bound: float) -> None:
+def test_every_position_matches_the_golden(
+    device: str, folder: str, name: str, bound: float
+) -> None:
     path, file = _places(folder, name)
     g = golden(file)
     ids, want = ids_of(g["ids"]), g["hf_f32.logits"]
@@ -133,8 +135,12 @@ def test_long_golden_with_ten_steps_at_the_end(device: str) -> None:
     for n in range(len(ids) - 9, len(ids) + 1):
         session.sync(ids[:n])
         rows[n - 1] = session.logits()
-    _check_long(session, len(ids), {p: row for p, row in rows.items() if p in positions} or {
-        positions[-1]: _at(device, ids[: positions[-1] + 1])})
+    _check_long(
+        session,
+        len(ids),
+        {p: row for p, row in rows.items() if p in positions}
+        or {positions[-1]: _at(device, ids[: positions[-1] + 1])},
+    )
 
 
 def _at(device: str, ids: np.ndarray) -> np.ndarray:
@@ -152,28 +158,31 @@ def test_verify_and_commit_equal_single_steps_bitwise(device: str, exact: bool) 
     model = engine(CALM, device, exact)
     # The rows straddle a KV block and an attention split.
     prompt = ids[:250]
-    sizes = [(1, 1), (2, 1), (5, 5), (16, 7)] if device == "sim" else [
-        (m, n) for m in range(1, 17) for n in range(1, m + 1)]
+    most = 16
+    sizes = [(m, n) for m in range(1, 17) for n in range(1, m + 1)]
+    if device == "sim":  # a row takes a good part of a second; 16 rows are in the kernels' tests
+        prompt, most, sizes = ids[:253], 5, [(1, 1), (3, 2), (5, 5)]
+    start = len(prompt)
     single = _core.Session(model)
     single.sync(prompt)
     logits, states = [], [single.recurrent_state()]
-    for n in range(1, 17):
-        single.sync(ids[: 250 + n])
+    for n in range(1, most + 1):
+        single.sync(ids[: start + n])
         logits.append(single.logits())
         states.append(single.recurrent_state())
     session = _core.Session(model)
-    session.sync(prompt, snapshot_at=[250])
+    session.sync(prompt, snapshot_at=[start])
     for m, n in sizes:
-        got = session.verify(ids[250 : 250 + m])
+        got = session.verify(ids[start : start + m])
         assert np.array_equal(got, np.array(logits[:m])), (m, n)
-        assert session.position == 250
+        assert session.position == start
         session.commit(n)
-        assert np.array_equal(session.tokens, ids[: 250 + n])
+        assert np.array_equal(session.tokens, ids[: start + n])
         conv, delta = session.recurrent_state()
         assert np.array_equal(conv, states[n][0]), (m, n)
         assert np.array_equal(delta, states[n][1]), (m, n)
         assert np.array_equal(session.logits(), logits[n - 1])
-        session.rewind(250)
+        session.rewind(start)
         assert np.array_equal(session.recurrent_state()[1], states[0][1])
 
 
@@ -194,9 +203,12 @@ def test_rejected_drafts_leave_no_trace(device: str) -> None:
 # ---- sameness (b): every route, chunking and reuse gives the same tokens in exact mode -------------
 def test_chunkings_agree(device: str) -> None:
     ids = ids_of(golden(DATA / "golden_long_calm.safetensors")["ids"])[:200]
+    chunkings = [[17, 64, 65, 54], [128, 72], [1, 199], [63, 1, 136]]
+    if device == "sim":
+        ids, chunkings = ids[:90], [[17, 65, 8], [63, 1, 26]]
     model = engine(CALM, device, True)
     want = _core.Session(model).forward(ids)
-    for sizes in ([17, 64, 65, 54], [128, 72], [1, 199], [63, 1, 136]):
+    for sizes in chunkings:
         session = _core.Session(model)
         rows, start = [], 0
         for size in sizes:

@@ -69,6 +69,9 @@ def main() -> None:
     parser.add_argument("--contexts", default="256,1024,4096")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--git-sha", help="the commit installed, where the repository itself is not at hand"
+    )
     a = parser.parse_args()
     contexts = [int(c) for c in a.contexts.split(",")]
     loaded = plan(read_checkpoint(a.model))
@@ -89,8 +92,8 @@ def main() -> None:
         record = {
             "engine": "lily",
             "engine_version": lily.__version__,
-            "git_sha": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain")),
+            "git_sha": a.git_sha or git("rev-parse", "HEAD"),
+            "dirty": False if a.git_sha else bool(git("status", "--porcelain")),
             "device": f"{engine.device}: {engine.device_description}",
             "driver": engine.device_description,
             "checkpoint_sha": checkpoint_sha(a.model),

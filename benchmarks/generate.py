@@ -1,6 +1,7 @@
 """Prefill and decode speed of one checkpoint at batch 1: one JSON line per context.
 
-    python benchmarks/generate.py MODEL [--device cuda] [--contexts 256,4096] [--steps 64] [--out FILE]
+    python benchmarks/generate.py MODEL [--device cuda] [--contexts 256,4096] [--steps 64]
+                                  [--out FILE]
 
 Prompt token i is (i * 2654435761 mod 2^32) mod vocab. Prefill is timed until the logits of the last
 prompt token are there; decode over exactly --steps greedy steps after one warm-up step. The first

@@ -2,9 +2,9 @@
 
     python benchmarks/make_checkpoint.py FOLDER [--layers 40] [--experts 256] [--seed 0]
 
-1,757 text tensors, 19,508,787,456 bytes in four shards with an index, unpadded headers and tensors in
-hashed order, as the public conversions have them. Half of the scales are negative. Block outputs are
-small and the router is sharp, so that the residual stream stays finite over 40 layers.
+1,757 text tensors, 19,508,787,456 bytes in four shards with an index, unpadded headers and tensors
+in hashed order, as the public conversions have them. Half of the scales are negative. Block outputs
+are small and the router is sharp, so that the residual stream stays finite over 40 layers.
 """
 
 from __future__ import annotations

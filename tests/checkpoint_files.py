@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lily.checkpoint import LoadPlan, plan, read_checkpoint
 from lily.errors import CheckpointError
 from make_fixtures import write_checkpoint, write_json

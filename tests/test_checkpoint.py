@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+
 from checkpoint_files import (
     BIG,
     MICRO,
@@ -50,7 +52,6 @@ from make_fixtures import (
     write_checkpoint,
     write_json,
 )
-from safetensors import safe_open
 
 
 @pytest.mark.parametrize("name", FLAVOURS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoint_files import INDEX, SHARDS, fresh, load, put_header, split_file
 from lily.checkpoint import LoadPlan
 from lily.errors import CheckpointError

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoint_files import (
     INDEX,
     LAYER0,

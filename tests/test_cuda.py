@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from conftest import require_device
 from kernel_harness import In, Kernels, Out, make_step, params, weight
 from lily import _core

@@ -350,6 +350,7 @@ INTERRUPTED = """
 import os, signal, sys, threading, time
 import numpy as np
 import lily
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 engine = lily.Engine.load(sys.argv[1], device="cpu", activations="float32")
 ids = (np.arange(8000) * 7919 % 2000).astype(np.uint32)
 session, fresh = engine.session(), engine.session()
@@ -471,8 +472,20 @@ def test_cli_shows_a_bar_to_a_terminal_only(engine: lily.Engine) -> None:
 
 
 def test_cli_ctrl_c_keeps_what_was_printed(engine: lily.Engine) -> None:
+    # As in the foreground: a job in the background ignores the signal.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     with subprocess.Popen(
-        [*LILY, "generate", "--model", str(CALM), "--device", "cpu", PROMPT],
+        [
+            sys.executable,
+            "-c",
+            heed + LILY[-1],
+            "generate",
+            "--model",
+            str(CALM),
+            "--device",
+            "cpu",
+            PROMPT,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,

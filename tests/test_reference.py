@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference as ref
 from safetensors.numpy import load_file
+
+import reference as ref
 
 DATA = Path(__file__).parent / "data"
 

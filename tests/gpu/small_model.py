@@ -1,6 +1,6 @@
 """Every route of the small model on a GPU, for compute-sanitizer: prefill, decode, verify, sampling.
 
-    compute-sanitizer --tool memcheck python tests/gpu/small_model.py
+compute-sanitizer --tool memcheck python tests/gpu/small_model.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main() -> None:
         loaded = plan(read_checkpoint(CALM))
         session = _core.Session(load_core(loaded, "cuda", exact, 1024, loaded.config.vocab))
         session.sync(ids[:280], snapshot_at=[100])
-        session.set_sampling(temperature=1.0, top_k=20, top_p=0.95, presence=1.5, seed=1, logprobs=5)
+        session.set_sampling(
+            temperature=1.0, top_k=20, top_p=0.95, presence=1.5, seed=1, logprobs=5
+        )
         drawn = [session.step().id for _ in range(4)]
         session.verify(ids[280:285])
         session.commit(3)

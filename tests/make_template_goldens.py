@@ -89,7 +89,7 @@ LOOP = [
     result("18 °C", 1),
 ]
 TYPED = {
-    "path": "/tmp/a b.txt",
+    "path": "notes/a b.txt",
     "content": "line 1\n  line 2\n\n",
     "options": {"mode": "a", "list": [1, 2.5, None, True, "é"], "nested": {"x": {}}},
     "force": False,

@@ -83,7 +83,7 @@ def test_special_tokens_have_no_text_and_marks_have() -> None:
 # ---- text to ids -------------------------------------------------------------------------------
 
 
-@given(st.text(max_size=60))
+@given(st.text(max_size=60).filter(lambda text: not any(TOKENIZER.literals(text))))
 @settings(deadline=None)
 def test_text_comes_back(text: str) -> None:
     ids = TOKENIZER.encode(text)

@@ -92,7 +92,7 @@ def test_options_as_params_and_as_keywords(engine: lily.Engine) -> None:
 def test_an_end_token_ends_and_is_not_text(engine: lily.Engine) -> None:
     free = engine.generate(PROMPT, max_tokens=8)
     done = engine.generate(PROMPT, max_tokens=8, logit_bias={END: 100.0})
-    assert done == lily.Completion("", (), "stop")
+    assert (done.text, done.tokens, done.finish_reason) == ("", (), "stop")
     assert [t.id for t in engine.stream(PROMPT, logit_bias={END: 100.0})] == [END]
     barred = engine.generate(PROMPT, max_tokens=8, logit_bias={free.tokens[0]: -100.0})
     assert barred.tokens[0] != free.tokens[0]
@@ -129,10 +129,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": NAN}, ValueError, "temperature is nan, allowed 0 to 100"),
     ({"temperature": float("inf")}, ValueError, "temperature is inf"),
     ({"temperature": "hot"}, TypeError, "temperature is a str"),
-    ({"top_p": 0}, ValueError, "top_p is 0, allowed above 0, at most 1"),
+    ({"top_p": -0.1}, ValueError, "top_p is -0.1, allowed 0 to 1"),
     ({"top_p": 1.01}, ValueError, "top_p is 1.01"),
     ({"top_p": NAN}, ValueError, "top_p is nan"),
-    ({"top_k": -1}, ValueError, "top_k is -1, allowed 0 to 2147483647"),
+    ({"top_k": -2}, ValueError, "top_k is -2, allowed -1 to 2147483647"),
     ({"top_k": 2.5}, TypeError, "top_k is a float"),
     ({"min_p": 1.5}, ValueError, "min_p is 1.5, allowed 0 to 1"),
     ({"presence_penalty": 2.1}, ValueError, "presence_penalty is 2.1, allowed -2 to 2"),
@@ -144,6 +144,13 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logit_bias": {-5: 1}}, ValueError, "logit_bias: a token is -5"),
     ({"logit_bias": [5]}, TypeError, "logit_bias is a list"),
     ({"temprature": 1.0}, TypeError, "temprature"),
+    ({"stop": [""]}, ValueError, "stop[0] has 0 characters"),
+    ({"stop": [3]}, TypeError, "stop[0] is a int"),
+    ({"stop": ["x"] * 17}, ValueError, "stop has 17 strings, allowed are 16"),
+    ({"logprobs": 1}, TypeError, "logprobs is a int"),
+    ({"logprobs": True, "top_logprobs": 21}, ValueError, "top_logprobs is 21, allowed 0 to 20"),
+    ({"top_logprobs": 2}, ValueError, "top_logprobs is 2, which needs logprobs=True"),
+    ({"response_format": "json"}, TypeError, "response_format is a str"),
 ]
 
 

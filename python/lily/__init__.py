@@ -9,8 +9,12 @@ from lily._core import (
     Session,
     devices,
 )
-from lily.engine import Completion, Engine, Token
+from lily.engine import Engine
+from lily.messages import ToolCall
+from lily.results import Completion, Timings, Token, Usage
 from lily.sampling import SamplingParams
+from lily.stream import Stream
+from lily.template import TemplateError
 
 __version__ = "0.1.0"
 
@@ -24,7 +28,12 @@ __all__ = [
     "SampledToken",
     "SamplingParams",
     "Session",
+    "Stream",
+    "TemplateError",
+    "Timings",
     "Token",
+    "ToolCall",
+    "Usage",
     "__version__",
     "devices",
 ]

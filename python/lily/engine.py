@@ -1,60 +1,51 @@
-"""Owns the public Engine: loading a folder, generating text, sessions."""
+"""Owns the public Engine: loading a model, generating, chatting, sessions."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lily import _core
+from lily.asynchronous import finish, follow
 from lily.checkpoint import LoadPlan, TensorEntry, plan, read_checkpoint
 from lily.errors import LilyError
-from lily.sampling import Sampling, SamplingParams, resolve, whole
+from lily.grammar import Grammar, GrammarTokens, checked_format
+from lily.hub import DEFAULT_MODEL, fetch
+from lily.parser import OutputParser
+from lily.pool import SessionPool
+from lily.results import Completion, Token
+from lily.sampling import Sampling, SamplingParams, checkpoint_defaults, resolve, whole
+from lily.stream import Progress, Request, Stream
+from lily.template import ChatTemplate
 from lily.tokenizer import Tokenizer
-
-Progress = Callable[[int, int], None]
-FinishReason = Literal["stop", "length"]
 
 DEVICES = ("metal", "cuda", "cpu", "sim")
 AUTO = ("metal", "cuda", "cpu")  # sim checks kernels and is far too slow to be anyone's choice
 
 _ACTIVATIONS = {"bfloat16": False, "float32": True}
 
+# Shorter prompts are not worth a snapshot: they are read as fast as one is restored.
+_WORTH_KEEPING = 16
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One step of a stream.
-
-    text: the characters this token completes, possibly none. finish_reason: set on the last one:
-    "stop" for an end token (whose id this is; its own text is left out), "length" when max_tokens
-    or the context is used up.
-    """
-
-    id: int
-    text: str
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished text; `str()` of it is the text. tokens: its ids, without the end token."""
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-
-    def __str__(self) -> str:
-        return self.text
+Prompt = str | Sequence[int] | NDArray[np.integer]
+Messages = str | Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 class Engine:
-    """A loaded model. Immutable, shared by its sessions and by threads; close it or use `with`.
+    """A loaded model, shared by its sessions and by threads; close it or use `with`.
+
+    Calls from several threads run side by side, each with a session of its own. A few sessions
+    are kept, so that a prompt that begins as an earlier one did is not read again.
+
+    tokenizer: the checkpoint's. defaults: the options that its generation_config.json advises;
+    chats begin with them, raw texts with SamplingParams(), which is greedy.
 
     >>> import lily
     >>> with lily.Engine.load("tests/data/mlx4_calm", device="cpu") as engine:
@@ -63,49 +54,62 @@ class Engine:
     ('length', 4)
     """
 
-    def __init__(self, core: _core.Engine, tokenizer: Tokenizer, loaded: LoadPlan) -> None:
+    def __init__(
+        self, core: _core.Engine, tokenizer: Tokenizer, loaded: LoadPlan, folder: Path
+    ) -> None:
         self._core: _core.Engine | None = core
+        self._pool = SessionPool(core)
+        self._folder = folder
+        self._template: ChatTemplate | None = None
+        self._grammar_tokens: GrammarTokens | None = None
         self.tokenizer = tokenizer
         self.plan = loaded
+        self.defaults = checkpoint_defaults(folder)
 
     @classmethod
     def load(
         cls,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | None = None,
         *,
         device: str = "auto",
         activations: str = "bfloat16",
         max_context: int | None = None,
+        revision: str | None = None,
         progress: Progress | None = None,
     ) -> Engine:
-        """Loads a checkpoint folder: config.json, tokenizer.json, safetensors.
+        """Loads a checkpoint: config.json, tokenizer.json, chat template, safetensors.
 
-        device: "metal", "cuda", "cpu" or "sim"; "auto" is the first of these that exists here,
-        never sim. activations: "bfloat16", or "float32" for exact mode. max_context: tokens of one
-        session; None takes the model's own maximum, or as much of it as the device's memory holds.
-        progress: called with (bytes done, bytes in all) from the calling thread.
+        model: a folder, or a hub id such as "mlx-community/Qwen3.6-35B-A3B-4bit" (the default),
+        which is taken from the hub's cache or downloaded; see lily.hub.fetch. revision: of a hub
+        id. device: "metal", "cuda", "cpu" or "sim"; "auto" is the first of these that exists
+        here, never sim. activations: "bfloat16", or "float32" for exact mode. max_context: tokens
+        of one session; None takes the model's own maximum, or as much of it as the device's
+        memory holds. progress: called with (bytes done, bytes in all) of the download, if there
+        is one, and then of the loading, this from the calling thread.
 
-        Raises CheckpointError (what is wrong with the files), LilyError (no such device here, or
-        too little memory), ValueError (an argument out of its range).
+        Raises CheckpointError (what is wrong with the files), LilyError (no such device here, too
+        little memory, no such model), ValueError (an argument out of its range).
         """
         if activations not in _ACTIVATIONS:
             raise ValueError(f"activations is {activations!r}, allowed {list(_ACTIVATIONS)}")
         if device != "auto" and device not in DEVICES:
             raise ValueError(f"device is {device!r}, allowed {['auto', *DEVICES]}")
-        folder = Path(model)
+        model = DEFAULT_MODEL if model is None else model
+        folder = fetch(model, revision=revision, progress=progress)
         loaded = plan(read_checkpoint(folder))
         if max_context is not None:
             whole("max_context", max_context, 1, loaded.config.max_position)
         tokenizer = Tokenizer.load(folder)
+        checkpoint_defaults(folder)  # refused before the long part
         core = load_core(
             loaded,
-            _first_available() if device == "auto" else device,
+            first_available() if device == "auto" else device,
             _ACTIVATIONS[activations],
             max_context or 0,
             min(loaded.config.vocab, tokenizer.size),
             progress,
         )
-        return cls(core, tokenizer, loaded)
+        return cls(core, tokenizer, loaded, folder)
 
     @property
     def core(self) -> _core.Engine:
@@ -151,14 +155,12 @@ class Engine:
         return session
 
     def generate(
-        self,
-        prompt: str | Sequence[int] | NDArray[np.integer],
-        params: SamplingParams | None = None,
-        **overrides: Unpack[Sampling],
+        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Unpack[Sampling]
     ) -> Completion:
         """Continues a prompt, given as text or as token ids, up to an end token or max_tokens.
 
-        The options are those of SamplingParams: params, with the keywords taking precedence.
+        The text is taken as it is, without a chat template: that is `chat`. The options are those
+        of SamplingParams: params, with the keywords taking precedence.
         Raises ValueError for a prompt that is empty, too long or holds an unknown id.
 
         >>> import lily
@@ -167,21 +169,19 @@ class Engine:
         >>> str(engine.generate("Once", warm)) == engine.generate("Once", warm).text
         True
         """
-        drawn = list(self.stream(prompt, params, **overrides))
-        reason = drawn[-1].finish_reason
-        assert reason is not None
-        ids = tuple(token.id for token in drawn)
-        return Completion(
-            "".join(token.text for token in drawn), ids[:-1] if reason == "stop" else ids, reason
-        )
+        return _whole(self.stream(prompt, params, **overrides))
 
     def stream(
         self,
-        prompt: str | Sequence[int] | NDArray[np.integer],
+        prompt: Prompt,
         params: SamplingParams | None = None,
+        *,
+        progress: Progress | None = None,
         **overrides: Unpack[Sampling],
-    ) -> Iterator[Token]:
+    ) -> Stream:
         """As generate, token by token; leaving the loop ends the work.
+
+        progress: called with (tokens read, tokens in all) while the prompt is read.
 
         >>> import lily
         >>> engine = lily.Engine.load("tests/data/mlx4_calm", device="cpu")
@@ -191,9 +191,180 @@ class Engine:
         """
         options = resolve(params, overrides)
         ids = self._prompt_ids(prompt)
-        return self._tokens(self.session(options), ids, options.max_tokens)
+        kept = (len(ids) - 1,) if len(ids) > _WORTH_KEEPING else ()
+        return self._start(options, ids, kept, progress)
 
-    def _prompt_ids(self, prompt: str | Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = (),
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        params: SamplingParams | None = None,
+        **overrides: Unpack[Sampling],
+    ) -> Completion:
+        """Answers a conversation; the result has text, reasoning and tool_calls apart.
+
+        messages: OpenAI's form, or a text as the only user message. tools: OpenAI's form.
+        thinking: whether the answer begins with reasoning. preserve_thinking: whether reasoning
+        of earlier turns stays in the prompt. The options begin with `defaults`.
+        Raises ValueError, which names the message, tool or option that is wrong.
+
+        >>> import lily
+        >>> engine = lily.Engine.load("tests/data/mlx4_calm", device="cpu")
+        >>> done = engine.chat("Why is the sky blue?", max_tokens=8)
+        >>> done.text, len(done.reasoning) > 0  # all of it went into thinking
+        ('', True)
+        >>> done = engine.chat("Why?", thinking=False, max_tokens=8, temperature=0)
+        >>> len(done.text) > 0, done.reasoning
+        (True, '')
+        """
+        stream = self.stream_chat(
+            messages,
+            tools=tools,
+            thinking=thinking,
+            preserve_thinking=preserve_thinking,
+            params=params,
+            **overrides,
+        )
+        return _whole(stream)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = (),
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        params: SamplingParams | None = None,
+        progress: Progress | None = None,
+        **overrides: Unpack[Sampling],
+    ) -> Stream:
+        """As chat, token by token; a tool call comes when it is whole.
+
+        >>> import lily
+        >>> engine = lily.Engine.load("tests/data/mlx4_calm", device="cpu")
+        >>> {token.kind for token in engine.stream_chat("Why?", max_tokens=8)}
+        {'reasoning'}
+        """
+        options = resolve(params, overrides, self.defaults)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if tools and checked_format(options.response_format) is not None:
+            raise ValueError(
+                "response_format and tools exclude each other: a call has its own form"
+            )
+        prompt = self.template.render(messages, tools, thinking, preserve_thinking)
+        think_end = self.tokenizer.added.get("</think>")
+        parser = OutputParser(tools, prompt.starts_in_thinking, think_end)
+        stable = prompt.stable_prefixes
+        kept = tuple(sorted({*stable[:1], *stable[-1:]}))
+        ids = self._prompt_ids(prompt.ids)
+        return self._start(
+            options, ids, kept, progress, parser, prompt.starts_in_thinking, think_end
+        )
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Unpack[Sampling]
+    ) -> AsyncGenerator[Token]:
+        """stream for asyncio: the work is done in a thread; a cancelled task ends it.
+
+        >>> import asyncio, lily
+        >>> engine = lily.Engine.load("tests/data/mlx4_calm", device="cpu")
+        >>> async def count() -> int:
+        ...     return len([token async for token in engine.astream("Once", max_tokens=8)])
+        >>> asyncio.run(count())
+        8
+        """
+        return follow(self.stream(prompt, params, **overrides))
+
+    def astream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = (),
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        params: SamplingParams | None = None,
+        **overrides: Unpack[Sampling],
+    ) -> AsyncGenerator[Token]:
+        """stream_chat for asyncio."""
+        stream = self.stream_chat(
+            messages,
+            tools=tools,
+            thinking=thinking,
+            preserve_thinking=preserve_thinking,
+            params=params,
+            **overrides,
+        )
+        return follow(stream)
+
+    async def achat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = (),
+        thinking: bool = True,
+        preserve_thinking: bool = False,
+        params: SamplingParams | None = None,
+        **overrides: Unpack[Sampling],
+    ) -> Completion:
+        """chat for asyncio: the work is done in a thread; a cancelled task ends it."""
+        stream = self.stream_chat(
+            messages,
+            tools=tools,
+            thinking=thinking,
+            preserve_thinking=preserve_thinking,
+            params=params,
+            **overrides,
+        )
+        return await finish(stream)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The checkpoint's chat template; CheckpointError if it has none."""
+        if self._template is None:
+            self._template = ChatTemplate.load(self._folder, self.tokenizer)
+        return self._template
+
+    def _start(
+        self,
+        options: SamplingParams,
+        ids: NDArray[np.uint32],
+        snapshot_at: tuple[int, ...],
+        progress: Progress | None,
+        parser: OutputParser | None = None,
+        thinks: bool = False,
+        think_end: int | None = None,
+    ) -> Stream:
+        vocab = self.core.vocab
+        for token in options.logit_bias:
+            if token >= vocab:
+                raise ValueError(f"logit bias for token {token}, the vocabulary has {vocab}")
+        grammar = None
+        form = checked_format(options.response_format)
+        if form is not None:
+            if self._grammar_tokens is None:
+                self._grammar_tokens = GrammarTokens(self.tokenizer, vocab)
+            grammar = Grammar(form, self._grammar_tokens)
+            parser = parser if thinks else None
+        space = self.max_context - len(ids)
+        request = Request(
+            ids=ids,
+            snapshot_at=snapshot_at,
+            options=options,
+            limit=min(space, options.max_tokens or space),
+            chunk=self.core.chunk,
+            vocab=vocab,
+            parser=parser,
+            grammar=grammar,
+            thinks=thinks,
+            think_end=think_end,
+        )
+        return Stream(self._pool, self.tokenizer, request, progress)
+
+    def _prompt_ids(self, prompt: Prompt) -> NDArray[np.uint32]:
         ids: Sequence[int] | NDArray[np.integer]
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
@@ -210,31 +381,13 @@ class Engine:
             raise ValueError(f"prompt is too long: {len(ids)} tokens > {limit} maximum")
         return np.ascontiguousarray(ids, np.uint32)
 
-    def _tokens(
-        self, session: _core.Session, ids: NDArray[np.uint32], max_tokens: int | None
-    ) -> Iterator[Token]:
-        space = self.max_context - len(ids)
-        last = min(space, max_tokens or space)
-        text = self.tokenizer.stream()
-        ends = self.tokenizer.stop_ids
-        session.sync(ids)
-        for count in range(1, last + 1):
-            token = session.step().id
-            if token in ends:
-                yield Token(token, text.finish(), "stop")
-                return
-            piece = text.push(token)
-            if count == last:
-                yield Token(token, piece + text.finish(), "length")
-            else:
-                yield Token(token, piece, None)
-
     def close(self) -> None:
         """Ends it: this object and its sessions raise LilyError from now on.
 
         The memory is free when the last session is gone, too. Closing twice does nothing.
         """
         if self._core is not None:
+            self._pool.close()
             self._core.close()
             self._core = None
 
@@ -256,7 +409,15 @@ class Engine:
         return f"<lily.Engine of {layers} layers on {self.device}, {context} tokens of context>"
 
 
-def _first_available() -> str:
+def _whole(stream: Stream) -> Completion:
+    """Reads a stream to its end."""
+    for _ in stream:
+        pass
+    return stream.completion
+
+
+def first_available() -> str:
+    """The device that "auto" means here."""
     status = {s.name: s for s in _core.devices()}
     for name in AUTO:
         if status[name].available:

@@ -1,15 +1,24 @@
-"""Owns the sampling options: their names, defaults and ranges."""
+"""Owns the options of a generation: their names, defaults and ranges."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypedDict
 
+from lily.errors import CheckpointError
+from lily.safetensors_header import read_json_object
+from lily.stops import stop_strings
+
+MAX_TOP_LOGPROBS = 20  # what the core reports with a token
+
 _SEEDS = 2**64
+# What generation_config.json may say about sampling, by our names, which are its own.
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
 
 
 class Sampling(TypedDict, total=False):
@@ -25,6 +34,10 @@ class Sampling(TypedDict, total=False):
     repetition_penalty: float
     logit_bias: Mapping[int, float]
     seed: int | None
+    stop: str | Sequence[str] | None
+    logprobs: bool
+    top_logprobs: int
+    response_format: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +46,16 @@ class SamplingParams:
 
     max_tokens: new tokens at most; None goes on to an end token or the end of the context.
     temperature: 0 takes the most likely token, with the lowest id among equals.
-    top_p, top_k, min_p: 1, 0 and 0 switch them off.
+    top_p, top_k, min_p: 1, 0 (or -1) and 0 switch them off; top_p 0 takes the most likely token.
     presence_penalty, frequency_penalty: subtracted for tokens generated before, once and per use.
     repetition_penalty: divides (or multiplies) the logits of tokens of the prompt and the answer.
     logit_bias: added to the logits of these ids.
     seed: None draws another one each time; equal seeds give equal tokens.
+    stop: one or several strings that end the answer and are left out of it.
+    logprobs, top_logprobs: whether tokens come with their log-probability, and with how many of
+    the likeliest others, of the model's own distribution.
+    response_format: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}
+    or {"type": "regex", "regex": …}; the answer (not the reasoning) then matches it.
 
     A wrong name or type raises TypeError, a value out of its range ValueError.
 
@@ -46,7 +64,7 @@ class SamplingParams:
     >>> SamplingParams(top_p=1.5)
     Traceback (most recent call last):
         ...
-    ValueError: top_p is 1.5, allowed above 0, at most 1
+    ValueError: top_p is 1.5, allowed 0 to 1
     """
 
     max_tokens: int | None = None
@@ -59,15 +77,19 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         if self.seed is not None:
             whole("seed", self.seed, 0, _SEEDS - 1)
-        whole("top_k", self.top_k, 0, 2**31 - 1)
+        whole("top_k", self.top_k, -1, 2**31 - 1)
         _real("temperature", self.temperature, 0, 100)
-        _real("top_p", self.top_p, 0, 1, above=True)
+        _real("top_p", self.top_p, 0, 1)
         _real("min_p", self.min_p, 0, 1)
         _real("presence_penalty", self.presence_penalty, -2, 2)
         _real("frequency_penalty", self.frequency_penalty, -2, 2)
@@ -77,25 +99,59 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             whole("logit_bias: a token", token, 0, 2**31 - 1)
             _real(f"logit_bias of token {token}", bias, -100, 100)
+        if self.stop is not None and not isinstance(self.stop, Sequence):
+            raise TypeError(f"stop is a {_kind(self.stop)}, a string or several are needed")
+        stop_strings(self.stop)
+        if not isinstance(self.logprobs, bool):
+            raise TypeError(f"logprobs is a {_kind(self.logprobs)}, a bool is needed")
+        whole("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}, which needs logprobs=True")
+        if self.response_format is not None and not isinstance(self.response_format, Mapping):
+            raise TypeError(
+                f"response_format is a {_kind(self.response_format)}, a mapping is needed"
+            )
 
     def for_core(self) -> dict[str, Any]:
         """The keywords of the core's set_sampling; an absent seed is drawn here."""
         return {
             "temperature": float(self.temperature),
             "top_p": float(self.top_p),
-            "top_k": int(self.top_k),
+            "top_k": max(0, int(self.top_k)),
             "min_p": float(self.min_p),
             "presence": float(self.presence_penalty),
             "frequency": float(self.frequency_penalty),
             "repetition": float(self.repetition_penalty),
+            "logprobs": int(self.top_logprobs),
             "bias": [(int(token), float(bias)) for token, bias in self.logit_bias.items()],
             "seed": secrets.randbelow(_SEEDS) if self.seed is None else int(self.seed),
         }
 
 
-def resolve(params: SamplingParams | None, overrides: Sampling) -> SamplingParams:
-    """The given params, or the defaults, with these values in place of theirs."""
-    return replace(params or SamplingParams(), **overrides)
+def resolve(
+    params: SamplingParams | None, overrides: Sampling, defaults: SamplingParams | None = None
+) -> SamplingParams:
+    """The given params, else the defaults, with these values in place of theirs."""
+    return replace(params or defaults or SamplingParams(), **overrides)
+
+
+def checkpoint_defaults(folder: Path) -> SamplingParams:
+    """What generation_config.json advises; plain defaults, which are greedy, where it is absent.
+
+    >>> checkpoint_defaults(Path("tests/data/mlx4_calm")).top_k
+    20
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return SamplingParams()
+    advice = read_json_object(file)
+    values: Any = {name: advice[name] for name in _DEFAULTED if advice.get(name) is not None}
+    if advice.get("do_sample") is False:
+        values["temperature"] = 0.0
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{file.name}: {error}") from None
 
 
 def whole(name: str, value: object, low: int, high: int) -> None:

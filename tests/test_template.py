@@ -560,6 +560,11 @@ def test_the_size_of_a_prompt_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
         template.render([user("x" * 101)])
 
 
+def test_blocks_leave_no_blanks_of_their_own() -> None:
+    source = "a\n  {% for m in messages %}\n  {{ m.content }}\n  {% endfor %}\nb\n"
+    assert ChatTemplate(source, TOKENIZER).render([user("x"), user("y")]).text == "a\n  x\n  y\nb"
+
+
 def test_what_templates_may_use() -> None:
     source = (
         "{%- for m in messages -%}{%- if loop.index0 > 0 -%}{%- break -%}{%- endif -%}"

@@ -203,6 +203,14 @@ def test_the_longest_of_two_literals_counts(tmp_path: Path) -> None:
     assert tokenizer.encode("<a><a><b>") == [2026, 2027]
 
 
+def test_an_added_token_that_is_no_byte_level_word_is_written_as_it_is(tmp_path: Path) -> None:
+    fields = json.loads((CALM / "tokenizer.json").read_text())
+    fields["added_tokens"].append({**fields["added_tokens"][-1], "id": 2026, "content": "<a – b>"})
+    tokenizer = Tokenizer.load(folder(tmp_path, tokenizer=json.dumps(fields)))
+    assert tokenizer.token_bytes(2026) == "<a – b>".encode()
+    assert tokenizer.decode(tokenizer.encode("x<a – b>y")) == "x<a – b>y"
+
+
 def test_no_added_tokens_at_all(tmp_path: Path) -> None:
     fields = {**json.loads((CALM / "tokenizer.json").read_text()), "added_tokens": []}
     tokenizer = Tokenizer.load(folder(tmp_path, tokenizer=json.dumps(fields)))

@@ -79,6 +79,10 @@ class MemoryTable:
     @property
     def limit(self) -> int: ...
 
+    @property
+    def context(self) -> int:
+        """Tokens of one session at most; 0: the weights do not fit."""
+
 class SampledToken:
     """A drawn token."""
 
@@ -123,6 +127,9 @@ class Engine:
 
 def load_engine(device: str, exact: bool, config: dict[str, Any], files: Sequence[str], linears: Sequence[tuple[int, str, str, int, int, str, int, int, int, tuple[int, int, int], int, tuple[int, int, int], tuple[int, int, int]]], vectors: Sequence[tuple[int, str, str, str, bool, tuple[int, int, int]]], max_context: int, progress: Callable[[int, int], None] | None = None) -> Engine:
     """Loads weights from a validated table of file ranges; see lily.engine."""
+
+def memory_table(device: str, exact: bool, config: dict[str, Any], files: Sequence[str], linears: Sequence[tuple[int, str, str, int, int, str, int, int, int, tuple[int, int, int], int, tuple[int, int, int], tuple[int, int, int]]], vectors: Sequence[tuple[int, str, str, str, bool, tuple[int, int, int]]]) -> MemoryTable:
+    """What load_engine would take; reads no weights."""
 
 class Session:
     """

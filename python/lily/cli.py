@@ -1,18 +1,18 @@
-"""Owns the command `lily`: generate and devices. Results on stdout, all else on stderr."""
+"""Owns the command `lily`. Results on stdout, all else on stderr; bars are for terminals."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import rich.console
-import rich.progress
 import typer
 
 import lily
+from lily import terminal
+from lily.describe import describe
+from lily.repl import Talk, talk
 
 app = typer.Typer(
     add_completion=False,
@@ -20,6 +20,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+Model = Annotated[
+    str, typer.Option(envvar="LILY_MODEL", help="Folder of the checkpoint, or a hub id.")
+]
+Device = Annotated[str, typer.Option(help="auto, metal, cuda, cpu or sim.")]
+Activations = Annotated[str, typer.Option(help="bfloat16, or float32: exact.")]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens of one session at most.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="New tokens at most; without it, to the model's end.")
+]
+Seed = Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")]
+Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
+TopP = Annotated[float | None, typer.Option(help="Of the likeliest, this much in all.")]
+TopK = Annotated[int | None, typer.Option(help="This many of the likeliest.")]
+MinP = Annotated[float | None, typer.Option(help="At least this part of the likeliest.")]
+Presence = Annotated[float | None, typer.Option(help="Against tokens used before.")]
+Repetition = Annotated[float | None, typer.Option(help="Against tokens seen before.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Ends the answer; may come again.")]
+Schema = Annotated[
+    Path | None, typer.Option(help="File of a JSON schema that the answer has to match.")
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -39,27 +61,100 @@ def options(
 
 @app.command()
 def generate(
-    text: Annotated[str, typer.Argument(help="The text to go on with.")],
-    model: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
-    max_tokens: Annotated[
-        int | None, typer.Option(help="New tokens at most; without it, to the model's end.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")] = None,
-    device: Annotated[str, typer.Option(help="auto, metal, cuda, cpu or sim.")] = "auto",
-    activations: Annotated[str, typer.Option(help="bfloat16, or float32: exact.")] = "bfloat16",
+    text: Annotated[str, typer.Argument(help="The text to go on with; - reads it from stdin.")],
+    model: Model,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    presence_penalty: Presence = None,
+    repetition_penalty: Repetition = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    schema: Schema = None,
+    device: Device = "auto",
+    activations: Activations = "bfloat16",
+    max_context: MaxContext = None,
+    revision: Revision = None,
 ) -> None:
-    """Continues TEXT and prints what is new, as it comes."""
+    """Continues TEXT and prints what is new, as it comes. Greedy, unless told otherwise."""
     # First, so that a bad option does not cost a long load.
-    params = lily.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    with _load(model, device, activations) as engine:
-        show = _printable if sys.stdout.isatty() else str
-        stream = engine.stream(text, params)
-        try:
-            for token in stream:
-                print(show(token.text), end="", flush=True)
-        finally:  # also after Ctrl-C
-            print()
+    params = lily.SamplingParams(
+        **_given(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            presence_penalty=presence_penalty,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop,
+            response_format=_form(schema),
+        )
+    )
+    prompt = sys.stdin.read() if text == "-" else text
+    with terminal.load(model, device, activations, max_context, revision) as engine:
+        show = terminal.printable if sys.stdout.isatty() else str
+        with terminal.reading_bar() as progress:
+            stream = engine.stream(prompt, params, progress=progress)
+            try:
+                for token in stream:
+                    print(show(token.text), end="", flush=True)
+            finally:  # also after Ctrl-C
+                print()
+        terminal.stats(stream.completion)
+
+
+@app.command()
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    think: Annotated[bool, typer.Option(help="Reason before the answer.")] = True,
+    tools: Annotated[Path | None, typer.Option(help="File of tools, as JSON.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    presence_penalty: Presence = None,
+    repetition_penalty: Repetition = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    schema: Schema = None,
+    device: Device = "auto",
+    activations: Activations = "bfloat16",
+    max_context: MaxContext = None,
+    revision: Revision = None,
+) -> None:
+    """A talk in the terminal; /help lists its commands. Piped input is one message."""
+    given = _given(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        response_format=_form(schema),
+    )
+    lily.SamplingParams(**given)
+    declared = terminal.read_json(tools) if tools else []
+    with terminal.load(model, device, activations, max_context, revision) as engine:
+        talk(Talk(engine, given, system=system, thinking=think, tools=declared))
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a hub id.")],
+    revision: Revision = None,
+    activations: Activations = "bfloat16",
+) -> None:
+    """Says what MODEL is, where it can run and what memory it takes; loads no weights."""
+    print(describe(model, revision, activations))
 
 
 @app.command()
@@ -69,29 +164,15 @@ def devices() -> None:
         print(f"{status.name:6} {'yes' if status.available else 'no':4} {status.description}")
 
 
-def _load(model: Path, device: str, activations: str) -> lily.Engine:
-    """Loads with a bar of bytes when somebody is looking."""
-
-    def load(progress: Callable[[int, int], None] | None) -> lily.Engine:
-        return lily.Engine.load(model, device=device, activations=activations, progress=progress)
-
-    console = rich.console.Console(stderr=True)
-    if not console.is_terminal:
-        return load(None)
-    columns = (
-        rich.progress.TextColumn("loading"),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TransferSpeedColumn(),
-    )
-    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        return load(lambda done, total: bar.update(task, completed=done, total=total))
+def _given(**values: Any) -> Any:
+    """The options that were given: what is not has its own default, which differs by command."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _printable(text: str) -> str:
-    """Without control characters: a model's output must not steer a terminal."""
-    return "".join(char for char in text if char in "\n\t" or char.isprintable())
+def _form(schema: Path | None) -> dict[str, Any] | None:
+    if schema is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"schema": terminal.read_json(schema)}}
 
 
 def main() -> None:

@@ -433,10 +433,16 @@ def load_core(
     token_limit: int,
     progress: Progress | None = None,
 ) -> _core.Engine:
-    """Hands a validated plan to the core as flat tables and returns the loaded model.
+    """Hands a validated plan to the core and returns the loaded model.
 
     max_context 0: as much as the model and the device's memory allow.
     """
+    tables = core_tables(loaded, token_limit)
+    return _core.load_engine(device, exact, *tables, max_context, progress)
+
+
+def core_tables(loaded: LoadPlan, token_limit: int) -> tuple[Any, Any, Any, Any]:
+    """A plan as the core reads it: config, file names, matrices, vectors."""
     c = loaded.config
     files: dict[Path, int] = {}
 
@@ -486,5 +492,4 @@ def load_core(
         "rope_theta": c.rope_theta,
         "eps": c.rms_eps,
     }
-    names = [str(path) for path in files]
-    return _core.load_engine(device, exact, config, names, linears, vectors, max_context, progress)
+    return config, [str(path) for path in files], linears, vectors

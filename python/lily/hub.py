@@ -16,7 +16,8 @@ from lily.safetensors_header import read_json_object
 DEFAULT_MODEL = "mlx-community/Qwen3.6-35B-A3B-4bit"
 
 # What a checkpoint of this family consists of; nothing else is downloaded.
-FILES = ("*.json", "*.safetensors", "*.jinja")
+SETTINGS = ("*.json", "*.jinja")
+FILES = (*SETTINGS, "*.safetensors")
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -35,14 +36,16 @@ def fetch(
     *,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    weights: bool = True,
 ) -> Path:
     """The folder of a model.
 
     A path is returned as it is. A hub id is looked up in the hub's cache and what is missing there
     is downloaded; HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN mean what they
     mean to huggingface_hub. revision: a branch, a tag or a commit. progress: called with (bytes
-    done, bytes in all), from the threads of the download. Raises LilyError if the model cannot be
-    had, CheckpointError if only half of it was ever downloaded and the rest cannot be had now.
+    done, bytes in all), from the threads of the download. weights: False leaves them out.
+    Raises LilyError if the model cannot be had, CheckpointError if only half of it was ever
+    downloaded and the rest cannot be had now.
     """
     if not is_hub_id(model):
         if revision is not None:
@@ -56,7 +59,7 @@ def fetch(
         folder = huggingface_hub.snapshot_download(
             name,
             revision=revision,
-            allow_patterns=list(FILES),
+            allow_patterns=list(FILES if weights else SETTINGS),
             library_name="lily",
             tqdm_class=_bar(progress),
         )
@@ -66,7 +69,8 @@ def fetch(
         if type(error).__name__ == "IncompleteSnapshotError":  # not in older releases
             raise CheckpointError(_half(name, revision, str(error))) from error
         raise LilyError(f"{name}: cannot be had: {' '.join(str(error).split())}") from error
-    _check_whole(name, revision, Path(folder))
+    if weights:
+        _check_whole(name, revision, Path(folder))
     return Path(folder)
 
 

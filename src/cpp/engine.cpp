@@ -73,6 +73,23 @@ uint64_t KvPool::generation() const {
 // ---- Engine --------------------------------------------------------------------------------------
 namespace {
 
+MemoryTable table_of(const Device& device, const Config& c, uint64_t weights, uint32_t chunk, uint64_t context) {
+  const uint64_t act = dtype_size(device.act());
+  const uint64_t state = 2 * (uint64_t(c.delta_layers()) * 3 * c.channels() * act +
+                              uint64_t(c.delta_layers()) * c.delta_width() * LILY_DELTA_DIM * 4);
+  return {weights, state, kv_block_bytes(c, device.act()), 2 * uint64_t(c.vocab) * 4,
+          chunk * PrefillScratch::bytes_per_row(c, device.act()), device.memory_limit(), context};
+}
+
+// Tokens that the device's memory holds beside the weights, at most what the model allows.
+uint64_t fitting_tokens(const Device& device, const LoadTable& table) {
+  const Config& c = table.config;
+  const uint64_t taken = weight_arena_bytes(table) + chunk_rows(device, c) * PrefillScratch::bytes_per_row(c, device.act());
+  const uint64_t limit = device.memory_limit(), left = limit - std::min(limit, device.allocated());
+  const uint64_t blocks = left > taken ? (left - taken) / std::max<uint64_t>(1, kv_block_bytes(c, device.act())) : 0;
+  return std::min<uint64_t>(blocks * LILY_KV_BLOCK, c.max_position);
+}
+
 // Tokens of one session: as asked, or for 0 what the model allows and the device's memory holds.
 // Refused before anything is allocated, with both numbers.
 uint32_t fitting_context(const Device& device, const LoadTable& table, uint32_t asked, uint32_t chunk) {
@@ -84,8 +101,7 @@ uint32_t fitting_context(const Device& device, const LoadTable& table, uint32_t 
   const uint64_t scratch = chunk * PrefillScratch::bytes_per_row(c, device.act());
   const uint64_t block = std::max<uint64_t>(1, kv_block_bytes(c, device.act()));
   const uint64_t limit = device.memory_limit(), left = limit - std::min(limit, device.allocated());
-  const uint64_t blocks = left > weights + scratch ? (left - weights - scratch) / block : 0;
-  const uint64_t fits = std::min<uint64_t>(blocks * LILY_KV_BLOCK, c.max_position);
+  const uint64_t fits = fitting_tokens(device, table);
   const uint32_t context = asked ? asked : uint32_t(std::max<uint64_t>(fits, 1));
   const uint64_t kv = (uint64_t(context) + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK * block;
   check(context <= fits, "the model needs ", weights + scratch + kv, " bytes (weights ", weights, ", scratch ",
@@ -119,13 +135,10 @@ void Engine::check_alive() const {
   std::lock_guard<std::mutex> lock(state_mutex_);
   check(dead_.empty(), dead_);
 }
-MemoryTable Engine::memory() const {
-  const Config& c = config;
-  const uint64_t act = dtype_size(device->act());
-  const uint64_t state = 2 * (uint64_t(c.delta_layers()) * 3 * c.channels() * act +
-                              uint64_t(c.delta_layers()) * c.delta_width() * LILY_DELTA_DIM * 4);
-  return {weight_bytes_, state, kv_block_bytes(c, device->act()), 2 * uint64_t(c.vocab) * 4,
-          chunk * PrefillScratch::bytes_per_row(c, device->act()), device->memory_limit()};
+MemoryTable Engine::memory() const { return table_of(*device, config, weight_bytes_, chunk, max_context); }
+MemoryTable memory_table(const Device& device, const LoadTable& table) {
+  return table_of(device, table.config, weight_arena_bytes(table), chunk_rows(device, table.config),
+                  fitting_tokens(device, table));
 }
 
 }  // namespace lily

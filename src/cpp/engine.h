@@ -44,9 +44,11 @@ struct SampledToken {
   std::vector<std::pair<uint32_t, float>> top;
 };
 
-struct MemoryTable {  // bytes
-  uint64_t weights, state, kv_per_block, decode_scratch, prefill_scratch, limit;
+struct MemoryTable {  // bytes, and the tokens that one session may have
+  uint64_t weights, state, kv_per_block, decode_scratch, prefill_scratch, limit, context;
 };
+// Of a model that is not loaded; context 0 if the device cannot hold the weights.
+MemoryTable memory_table(const Device& device, const LoadTable& table);
 
 // Const after construction except for the KV pool, which locks. One device queue serves all sessions.
 class Engine {

@@ -134,11 +134,8 @@ nb::ndarray<nb::numpy, T> array_of(std::vector<T> values, std::initializer_list<
   return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
 }
 
-std::shared_ptr<Engine> make_engine(const std::string& device, bool exact,
-                                    const nb::typed<nb::dict, nb::str, nb::any>& config,
-                                    std::vector<std::string> files, const std::vector<LinearTuple>& linears,
-                                    const std::vector<VectorTuple>& vectors, uint32_t max_context,
-                                    std::optional<std::function<void(uint64_t, uint64_t)>> progress) {
+LoadTable make_table(const nb::typed<nb::dict, nb::str, nb::any>& config, std::vector<std::string> files,
+                     const std::vector<LinearTuple>& linears, const std::vector<VectorTuple>& vectors) {
   LoadTable t;
   const auto number = [&](const char* name) { return nb::cast<uint32_t>(config[name]); };
   Config& c = t.config;
@@ -162,6 +159,15 @@ std::shared_ptr<Engine> make_engine(const std::string& device, bool exact,
   for (const auto& [layer, name, tensor, type, plus_one, range] : vectors) {
     t.vectors.push_back({layer, name, tensor, file_type(type), plus_one, range_of(range)});
   }
+  return t;
+}
+
+std::shared_ptr<Engine> make_engine(const std::string& device, bool exact,
+                                    const nb::typed<nb::dict, nb::str, nb::any>& config,
+                                    std::vector<std::string> files, const std::vector<LinearTuple>& linears,
+                                    const std::vector<VectorTuple>& vectors, uint32_t max_context,
+                                    std::optional<std::function<void(uint64_t, uint64_t)>> progress) {
+  const LoadTable t = make_table(config, std::move(files), linears, vectors);
   nb::gil_scoped_release released;
   Progress report = [&](uint64_t done, uint64_t total) {
     nb::gil_scoped_acquire gil;
@@ -218,7 +224,8 @@ NB_MODULE(_core, m) {
       .def_ro("kv_per_block", &MemoryTable::kv_per_block)
       .def_ro("decode_scratch", &MemoryTable::decode_scratch)
       .def_ro("prefill_scratch", &MemoryTable::prefill_scratch)
-      .def_ro("limit", &MemoryTable::limit);
+      .def_ro("limit", &MemoryTable::limit)
+      .def_ro("context", &MemoryTable::context, "Tokens of one session at most; 0: the weights do not fit.");
   nb::class_<SampledToken>(m, "SampledToken", "A drawn token.")
       .def_ro("id", &SampledToken::id)
       .def_ro("logprob", &SampledToken::logprob, "Of the raw model distribution.")
@@ -237,6 +244,13 @@ NB_MODULE(_core, m) {
   m.def("load_engine", &make_engine, "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a,
         "vectors"_a, "max_context"_a, "progress"_a.none() = nb::none(),
         "Loads weights from a validated table of file ranges; see lily.engine.");
+
+  m.def("memory_table", [](const std::string& device, bool exact, const nb::typed<nb::dict, nb::str, nb::any>& config,
+                           std::vector<std::string> files, const std::vector<LinearTuple>& linears,
+                           const std::vector<VectorTuple>& vectors) {
+    return memory_table(*make_device(device, exact), make_table(config, std::move(files), linears, vectors));
+  }, "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a, "vectors"_a,
+  "What load_engine would take; reads no weights.");
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Session>(m, "Session",

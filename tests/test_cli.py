@@ -164,7 +164,7 @@ def test_what_is_wrong_is_said_and_the_talk_goes_on(terminal: Terminal) -> None:
         ("/set warmth 1", "lily: warmth is no option"),
         ("/set top_p 7", "lily: top_p is 7, allowed 0 to 1"),
         ("/tools none.json", "lily: .*none.json"),
-        ("/set logit_bias {\"x\": 1}", "lily: .*invalid literal"),
+        ('/set logit_bias {"x": 1}', "lily: .*invalid literal"),
         ("/help", "Ctrl-C interrupts an answer"),
     ):
         terminal.wait_for("> ")

@@ -139,22 +139,35 @@ def parts_of(op: str, code: str, text: str) -> list[Part]:
 Change = tuple[int, int, str]
 
 
+def unrolled(code: str, part: Part) -> list[tuple[int, int]]:
+    """Headers of loops over registers, up to the step. They may not run further: past the end of a
+    register array the text means nothing, and sim sees memory alone."""
+    headers = re.compile(r"\bUNROLL for \([^;]*;[^;]*;").finditer(code, part.begin, part.end)
+    return [m.span() for m in headers]
+
+
 def constants(code: str, part: Part) -> Iterator[Change]:
+    registers = unrolled(code, part)
     for m in re.compile(r"(?<![\w.])\d+\.\d+(e-?\d+)?f\b").finditer(code, part.begin, part.end):
         value = float(m[0][:-1])
         yield m.start(), m.end(), f"{value * 1.5 if value else 1.0!r}f"
     for m in re.compile(r"(?<![\w.])([2-9]|\d\d+)(u?)(?![\w.])").finditer(
         code, part.begin, part.end
     ):
-        yield m.start(), m.end(), f"{int(m[1]) + 1}{m[2]}"
+        if not any(begin < m.start() < end for begin, end in registers):
+            yield m.start(), m.end(), f"{int(m[1]) + 1}{m[2]}"
     for m in re.compile(r"\b(0x[0-9a-f]+)(u?)\b").finditer(code, part.begin, part.end):
         yield m.start(), m.end(), f"{int(m[1], 16) - 1:#x}{m[2]}"
 
 
 def bounds(code: str, part: Part) -> Iterator[Change]:
     other = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+    registers = unrolled(code, part)
     for m in re.compile(r"(?<= )(<=|>=|<|>)(?= )").finditer(code, part.begin, part.end):
-        yield m.start(), m.end(), other[m[0]]
+        if not any(begin < m.start() < end for begin, end in registers):
+            yield m.start(), m.end(), other[m[0]]
+    for _, end in registers:
+        yield end - 1, end, " - 1;"
     for m in re.compile(r" [-+] 1\b(?![.\w])").finditer(code, part.begin, part.end):
         yield m.start(), m.end(), ""
 

@@ -405,6 +405,8 @@ def run_route(k: Kernels, logits: np.ndarray, experts: int, top_k: int) -> tuple
         (5, 33, 3),
         (2, 1024, 16),
         (3, 257, 1),
+        (2, 513, 3),
+        (2, 769, 2),
         (2, 512, 10),
         (65, 8, 2),
     ],
@@ -415,6 +417,7 @@ def test_route_rows(kernels: Kernels, rows: int, experts: int, top_k: int) -> No
     if experts > 2:
         logits[0] = np.round(logits[0] / 3)  # many ties
         logits[-1] = -np.abs(logits[-1]) - 50
+        logits[-1, experts - 1] = -49  # the best is the last
     ids, weights = run_route(kernels, logits, experts, top_k)
     idx, want = reference.router(logits[:, :experts].astype(np.float64), top_k)
     assert (ids[:, :-1] == idx).all() and (ids[:, -1] == experts).all()

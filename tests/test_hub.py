@@ -82,7 +82,7 @@ def test_what_is_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_a_path_never_touches_the_hub(tmp_path: Path) -> None:
     assert fetch(CALM) == fetch(str(CALM)) == CALM
-    with pytest.raises(ValueError, match="revision is 'main', but .* is a folder"):
+    with pytest.raises(ValueError, match=r"revision is .main., but .* is a folder"):
         lily.Engine.load(CALM, revision="main")
     script = f"import sys, lily; lily.Engine.load({str(CALM)!r}, device='cpu'); sys.exit('huggingface_hub' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)

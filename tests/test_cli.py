@@ -150,6 +150,17 @@ def test_ctrl_c_interrupts_an_answer_and_a_second_one_leaves(terminal: Terminal)
     assert terminal.leave() == 0
 
 
+def test_two_ctrl_c_in_a_row_leave(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.type("Tell me everything.\n")
+    terminal.wait_for(r"everything\.\r\n.*\S")
+    terminal.type("\x03")
+    terminal.wait_for(r"\[interrupted\]")
+    terminal.wait_for("> ")
+    terminal.type("\x03")
+    assert terminal.leave() == 0
+
+
 def test_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.type("\x04")

@@ -123,6 +123,15 @@ def test_the_readmes_python_runs(
     assert len(capsys.readouterr().out) > 50
 
 
+def test_the_readmes_ten_minutes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    code = "\n".join(re.findall(r"```pycon\n(.*?)```", README, re.DOTALL))
+    test = doctest.DocTestParser().get_doctest(code, {}, "README.md", "README.md", 0)
+    assert len(test.examples) > 15
+    failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test)
+    assert failed == 0
+
+
 MODULES = [info.name for info in pkgutil.iter_modules(lily.__path__) if info.name != "_core"]
 
 

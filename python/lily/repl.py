@@ -98,7 +98,7 @@ class Talk:
         except TypeError as error:
             raise ValueError(str(error)) from None
         self.options = options
-        return f"{name} = {options.get(name, 'default')!r}"
+        return f"{name} = {options[name]!r}" if name in options else f"{name} is the default"
 
 
 def talk(state: Talk) -> None:

@@ -179,6 +179,14 @@ def test_report_96_logprobs_and_usage_come_with_a_stream(engine: lily.Engine) ->
     assert bare.logprobs == bare.top_logprobs == ()
 
 
+def test_report_30_logprobs_with_tools_and_a_stream(engine: lily.Engine) -> None:
+    options = {"tools": [WEATHER], "thinking": False, "max_tokens": 6, "seed": 1}
+    stream = engine.stream_chat("?", logprobs=True, top_logprobs=2, **options)
+    drawn = [token for token in stream if token.id is not None]
+    assert all(token.logprob is not None and len(token.top_logprobs) == 2 for token in drawn)
+    assert stream.completion == engine.chat("?", logprobs=True, top_logprobs=2, **options)
+
+
 # ---- sampling edges (report 95) -----------------------------------------------------------------
 
 
@@ -206,6 +214,39 @@ def test_report_95_edges_of_the_options(engine: lily.Engine) -> None:
                 draw(**{name: value})
     with pytest.raises(ValueError, match="logit bias for token 2048, the vocabulary has 2048"):
         engine.stream(PROMPT, logit_bias={2048: 1.0})
+
+
+def test_report_89_90_seeds_of_chats(engine: lily.Engine) -> None:
+    def draw(seed: int | None) -> tuple[int, ...]:
+        return engine.chat("Why?", max_tokens=16, seed=seed).tokens
+
+    assert draw(1) == draw(1)
+    assert len({draw(1), draw(2), draw(None), draw(None)}) == 4
+
+
+def test_report_93_what_penalties_count(engine: lily.Engine) -> None:
+    """Presence and frequency: generated tokens only; repetition: the prompt, too."""
+    few = dict.fromkeys(range(100, 104), 100.0)
+    prompt = [100, 101, 102, 103] * 12
+    free = engine.generate(prompt, logit_bias=few, max_tokens=1).tokens
+    for name in ("presence_penalty", "frequency_penalty"):
+        options = {name: 2.0, "logit_bias": few, "max_tokens": 1}
+        assert engine.generate(prompt, **options).tokens == free, name
+    plain = engine.generate(prompt, max_tokens=1, temperature=0)
+    session = engine.session()
+    session.sync(np.array(prompt, np.uint32))
+    logits = session.logits()
+    seen = np.unique(prompt)
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / 50, logits[seen] * 50)
+    assert plain.tokens == (int(np.argmax(session.logits())),)
+    assert engine.generate(prompt, max_tokens=1, repetition_penalty=50).tokens == (
+        int(np.argmax(logits)),
+    )
+
+
+def test_report_57_an_overflow_is_said_as_agents_know_it(engine: lily.Engine) -> None:
+    with pytest.raises(ValueError, match=r"^prompt is too long: 9000 tokens > 8191 maximum$"):
+        engine.generate([5] * 9000)
 
 
 def test_report_53_54_55_limits_of_an_answer(engine: lily.Engine) -> None:

@@ -134,6 +134,13 @@ def test_what_is_wrong_is_named_at_the_call(
             method(**call)
 
 
+def test_a_session_takes_no_options_of_answers(engine: lily.Engine) -> None:
+    for options in ({"stop": "a"}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(ValueError, match="stop and response_format belong to answers"):
+            engine.session(**options)
+    assert engine.session(max_tokens=3, response_format={"type": "text"}).position == 0
+
+
 # ---- tools --------------------------------------------------------------------------------------
 
 

@@ -522,6 +522,6 @@ def test_cli_a_reader_that_leaves_is_no_error() -> None:
 
 
 def test_cli_strips_control_characters_for_a_terminal() -> None:
-    from lily.cli import _printable
+    from lily.terminal import printable
 
-    assert _printable("a\x1b[31mb\r\nc\td\x00\u009b1mé\u202e") == "a[31mb\nc\td1mé"
+    assert printable("a\x1b[31mb\r\nc\td\x00\u009b1mé\u202e") == "a[31mb\nc\td1mé"

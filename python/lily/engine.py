@@ -150,8 +150,14 @@ class Engine:
         >>> session.step().id == drawn  # the draw belongs to seed and position
         True
         """
+        options = resolve(params, overrides)
+        if options.stop or checked_format(options.response_format) is not None:
+            raise ValueError(
+                "stop and response_format belong to answers, a session draws single tokens: "
+                "see Session.step(allowed)"
+            )
         session = _core.Session(self.core)
-        session.set_sampling(**resolve(params, overrides).for_core())
+        session.set_sampling(**options.for_core())
         return session
 
     def generate(

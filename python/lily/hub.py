@@ -65,7 +65,7 @@ def fetch(
         )
     except HfHubHTTPError as error:
         raise LilyError(f"{name}: the hub answered: {' '.join(str(error).split())}") from error
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the network, the disk, the library
         if type(error).__name__ == "IncompleteSnapshotError":  # not in older releases
             raise CheckpointError(_half(name, revision, str(error))) from error
         raise LilyError(f"{name}: cannot be had: {' '.join(str(error).split())}") from error

@@ -121,6 +121,7 @@ def test_draws_follow_the_distribution(cut: dict[str, Any], change: dict[str, An
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # up to 3 minutes each on two free cores
 @pytest.mark.parametrize(("cut", "change"), list(product(CUTS, CHANGES)))
 def test_many_draws_from_the_full_vocabulary(cut: dict[str, Any], change: dict[str, Any]) -> None:
     check(248_320, 100_000, cut, change, CUTS.index(cut) * 10 + CHANGES.index(change) + 500)

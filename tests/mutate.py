@@ -279,7 +279,10 @@ def compiled(text: str, op: str, folder: Path, exact: bool) -> Path | None:
     source, made = folder / "kernels.metal", folder / f"{'exact' if exact else 'act'}.o"
     source.write_text(re.sub(others, "", text, flags=re.M))
     define = ["-DLILY_EXACT"] if exact else []
-    command = [sys.executable, "-m", "ziglang", "clang", *flags(), *define, "-w"]
+    # Sim sees memory alone: registers left uninitialised hold NaN, an index past an array traps.
+    watch = ["-ftrivial-auto-var-init=pattern", "-fsanitize=array-bounds",
+             "-fsanitize-trap=array-bounds", "-fstrict-flex-arrays=3"]  # fmt: skip
+    command = [sys.executable, "-m", "ziglang", "clang", *flags(), *watch, *define, "-w"]
     done = subprocess.run([*command, "-c", source.name, "-o", made.name], cwd=folder,
                           capture_output=True, text=True)  # fmt: skip
     return made if done.returncode == 0 else None

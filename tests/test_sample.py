@@ -423,6 +423,15 @@ def test_faults_are_reported_and_step_stays(device: str, vocab: int) -> None:
         assert result.counts[row].sum() == (status == 1)
 
 
+def test_one_logit_that_is_not_zero_is_enough(device: str) -> None:
+    logits = np.zeros((2, 2500), np.float32)
+    logits[0, 1500], logits[1, 3] = 1, -1
+    slots = [Slot(settings={"temperature": 0.0}) for _ in range(2)]
+    result = sample(Kernels(device, True), logits, make_step(2500, slots, [0, 1], [0, 0], 2))
+    assert [entry[1].status for entry in result.ring] == [1, 1]
+    assert tokens(result, [0, 0]) == [1500, 0]
+
+
 def test_odd_settings_stay_in_the_table(device: str) -> None:
     """Settings that the host refuses still draw an allowed token and end."""
     rng = np.random.default_rng(10)

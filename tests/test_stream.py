@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 import lily
 from lily import _core
-from lily.pool import KEPT
+from lily.pool import KEPT, Timeline
 from text_harness import CALL, CALM, END, WEATHER, bytewise, say
 
 PROMPT = "The quick brown fox"
@@ -375,6 +376,37 @@ def test_the_pool_keeps_few_and_the_best_fits(cold: lily.Engine) -> None:
         assert idle(cold) <= KEPT
     cached = [cold.generate(p, max_tokens=2).usage.cached_tokens for p in reversed(prompts)]
     assert cached[:KEPT] == [59] * KEPT and cached[-1] == 0
+
+
+def test_idle_sessions_make_room(cold: lily.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for start in (0, 1000):
+        cold.generate(LONG[start : start + 700], max_tokens=2)
+    assert idle(cold) == 2
+    cold._pool._capacity = 4096  # tokens: what may come and what is kept
+    cold.generate(LONG[2000:2600], max_tokens=2400)
+    assert idle(cold) == 2  # one of the old ones went
+    cold.generate([5, 6], max_tokens=8000)
+    assert idle(cold) == 1
+    # When the memory is used up all the same, idle sessions go and the prompt is read once more.
+    prefill, tries = Timeline.prefill, []
+
+    def full_at_first(self: Timeline, *args: Any) -> int:
+        tries.append(self)
+        if len(tries) == 1:
+            raise lily.LilyError("KV cache: all 9 blocks are in use")
+        return prefill(self, *args)
+
+    monkeypatch.setattr(Timeline, "prefill", full_at_first)
+    cold._pool._capacity = 2**30
+    assert len(cold.generate(LONG[:700], max_tokens=4).tokens) == 4
+    assert len(tries) == 2 and tries[0] is not tries[1] and idle(cold) == 1
+
+    def always_full(self: Timeline, *args: Any) -> int:
+        raise lily.LilyError("KV cache: all 9 blocks are in use")
+
+    monkeypatch.setattr(Timeline, "prefill", always_full)
+    with pytest.raises(lily.LilyError, match="KV cache: all 9 blocks are in use"):
+        cold.generate(LONG[:700], max_tokens=4)
 
 
 def test_a_closed_engine_keeps_no_session(cold: lily.Engine) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import readline
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -107,13 +106,25 @@ def talk(state: Talk) -> None:
         state.turns.append({"role": "user", "content": sys.stdin.read()})
         _plain_answer(state)
         return
+    print("/help lists the commands, Ctrl-D leaves.")
+    with _line_editing():
+        _turns(state)
+
+
+@contextmanager
+def _line_editing() -> Iterator[None]:
+    """Lines can be edited, and those of earlier talks come back, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
     history = _history_file()
     with suppress(OSError):
         readline.read_history_file(history)
     readline.set_history_length(HISTORY)
-    print("/help lists the commands, Ctrl-D leaves.")
     try:
-        _turns(state)
+        yield
     finally:
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,8 @@ LINEAR, FULL = "linear_attention", "full_attention"
 HEAD_DIM = 256
 DELTA_HEAD_DIM = 128
 CONV_WIDTH = 4
+MAX_QUERIES = 16  # query heads that share a KV head
+MAX_VOCAB = 2**19  # the sampler's limit
 
 # Settings that change the forward pass; only one value of each is implemented. Absent means it.
 ONLY: dict[str, object] = {
@@ -173,6 +175,9 @@ def read_config(folder: str | Path) -> ModelConfig:
     kv_heads = text.integer("num_key_value_heads", 1, 1024)
     if heads % kv_heads:
         raise text.refusal("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    if heads // kv_heads > MAX_QUERIES:
+        rule = f"at least 1 for {MAX_QUERIES} of num_attention_heads = {heads}"
+        raise text.refusal("num_key_value_heads", rule)
     key_heads = text.integer("linear_num_key_heads", 1, 1024)
     value_heads = text.integer("linear_num_value_heads", 1, 1024)
     if value_heads % key_heads:
@@ -183,7 +188,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     for key in ("linear_key_head_dim", "linear_value_head_dim"):
         text.integer(key, DELTA_HEAD_DIM, DELTA_HEAD_DIM)
     experts = text.integer("num_experts", 2, 1024)
-    vocab = text.integer("vocab_size", 1, 2**24)
+    vocab = text.integer("vocab_size", 1, MAX_VOCAB)
     rope_theta, rotary_dims = _rope(text, head_dim)
     quantization, overrides = _quantization(top, text)
     return ModelConfig(

@@ -226,6 +226,6 @@ class CpuDevice : public Device {
 
 }  // namespace
 
-DeviceRef make_cpu(bool exact, std::string&) { return std::make_shared<CpuDevice>(exact); }
+DeviceRef make_cpu(bool exact, std::string&) { return host_device<CpuDevice>(exact); }
 
 }  // namespace lily

@@ -26,18 +26,23 @@ uint32_t chunk_rows(const Device& device, const Config& c) {
 // ---- KvPool --------------------------------------------------------------------------------------
 KvPool::KvPool(DeviceRef device, uint64_t block_bytes, uint64_t max_blocks)
     : device_(std::move(device)), block_bytes_(block_bytes),
-      slab_blocks_(std::max<uint64_t>(1, std::min(kSlabBytes / std::max<uint64_t>(1, block_bytes), max_blocks))),
+      // An eighth at most: what sessions need beside their KV must find room as well.
+      slab_blocks_(std::max<uint64_t>(1, std::min(kSlabBytes / std::max<uint64_t>(1, block_bytes), max_blocks / 8))),
       max_blocks_(max_blocks) {}
 
 uint32_t KvPool::acquire() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (free_.empty()) {
-    const uint64_t have = slabs_.size() * slab_blocks_;
-    check(have < max_blocks_, "KV cache: all ", have, " blocks of ", LILY_KV_BLOCK,
-          " tokens are in use, the memory budget allows ", max_blocks_);
-    slabs_.push_back(device_->tensor(DType::u32, slab_blocks_ * block_bytes_ / 4, "KV slab"));
-    for (uint64_t i = slab_blocks_; i-- > 0;) free_.push_back(uint32_t(have + i));
-    references_.resize(have + slab_blocks_, 0);
+    const uint64_t limit = device_->memory_limit(), left = limit - std::min(limit, device_->allocated());
+    const uint64_t n = std::min({slab_blocks_, max_blocks_ - blocks_, left / block_bytes_});
+    check(n > 0, "KV cache: all ", blocks_, " blocks of ", LILY_KV_BLOCK,
+          " tokens are in use, the memory budget allows ", max_blocks_, ", one more needs ", block_bytes_,
+          " bytes and ", left, " are left");
+    const uint64_t first = slabs_.size() * slab_blocks_;
+    slabs_.push_back(device_->tensor(DType::u32, n * block_bytes_ / 4, "KV slab"));
+    for (uint64_t i = n; i-- > 0;) free_.push_back(uint32_t(first + i));
+    references_.resize(first + slab_blocks_, 0);
+    blocks_ += n;
   }
   const uint32_t block = free_.back();
   free_.pop_back();
@@ -109,6 +114,13 @@ uint32_t fitting_context(const Device& device, const LoadTable& table, uint32_t 
   return context;
 }
 
+// All that the memory holds beside the weights, which are loaded, and the prefill's scratch.
+uint64_t kv_blocks(const Device& device, const Config& c, uint32_t chunk) {
+  const uint64_t taken = device.allocated() + chunk * PrefillScratch::bytes_per_row(c, device.act());
+  const uint64_t limit = device.memory_limit(), left = limit - std::min(limit, taken);
+  return std::max<uint64_t>(1, left / std::max<uint64_t>(16, kv_block_bytes(c, device.act())));
+}
+
 }  // namespace
 
 Engine::Engine(DeviceRef device_, const LoadTable& table, uint32_t max_context_, const Progress& progress)
@@ -116,9 +128,7 @@ Engine::Engine(DeviceRef device_, const LoadTable& table, uint32_t max_context_,
       max_context(fitting_context(*device, table, max_context_, chunk_rows(*device, table.config))),
       chunk(chunk_rows(*device, table.config)),
       model(device, table.config, load_weights(*device, table, progress)),
-      kv(device, std::max<uint64_t>(16, kv_block_bytes(config, device->act())),
-         std::max<uint64_t>(1, (device->memory_limit() - std::min(device->memory_limit(), device->allocated())) /
-                                   std::max<uint64_t>(16, kv_block_bytes(config, device->act())))),
+      kv(device, std::max<uint64_t>(16, kv_block_bytes(config, device->act())), kv_blocks(*device, config, chunk)),
       weight_bytes_(weight_arena_bytes(table)) {}
 
 PrefillScratch& Engine::prefill_scratch(std::unique_lock<std::mutex>& lock) {

@@ -28,6 +28,7 @@ class KvPool {
   const uint64_t block_bytes_, slab_blocks_, max_blocks_;
   mutable std::mutex mutex_;
   std::vector<Tensor> slabs_;
+  uint64_t blocks_ = 0;  // of all slabs; the numbers of a smaller slab have gaps after them
   std::vector<uint32_t> references_, free_;
 };
 
@@ -122,16 +123,18 @@ class Session {
   };
   struct Flight {  // a submitted step: took ids_.back(), drew a token the caller has not seen
     Ticket ticket = 0;
+    bool doubtful = false;  // may have been cancelled: no further step before it is known
   };
   static constexpr uint32_t kNone = ~0u;
 
   template <typename F>
   auto guarded(F&& f);
+  std::unique_lock<std::mutex> claim() const;
   void land();  // waits for the flight and takes its state over; its token stays unseen
   // To the best state that holds a prefix of `ids` of at most `limit` tokens; the rest of the
   // timeline is dropped.
   void restore(std::span<const uint32_t> ids, uint32_t limit);
-  void reset();
+  void reset();  // empty
   void truncate_blocks(uint32_t position);
   void load_snapshot(const Snapshot& s);
   void save_snapshot();
@@ -152,6 +155,7 @@ class Session {
   void write_step(std::span<const uint32_t> ids, uint32_t position);
   void write_counts();
   Ticket submit_step();    // forward of Step's row, then its sample
+  Ticket look_ahead();     // submit_step, or 0 when that cannot be now
   Ticket submit_sample();  // from logits_[current_]
   SampledToken take(Ticket ticket, uint32_t position);
   void after_error(const DeviceError& error);
@@ -162,7 +166,7 @@ class Session {
   const std::shared_ptr<Engine> engine_;
   const DeviceRef device_;
   const Config& config_;
-  std::mutex busy_;
+  mutable std::mutex busy_;
   std::atomic<bool> cancel_{false};
 
   std::vector<uint32_t> ids_;   // the timeline

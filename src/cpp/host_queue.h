@@ -1,6 +1,8 @@
 // host_queue.h: in-order execution on one worker thread, for the devices that run on the host.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -32,6 +34,7 @@ class HostQueue {
   }
 
   Ticket push(std::function<void()> job) {
+    check_process();
     Ticket ticket;
     {
       const std::lock_guard lock(mutex_);
@@ -44,6 +47,7 @@ class HostQueue {
 
   // Returns when the job is done; rethrows what it threw, every time it is asked.
   void wait(Ticket ticket) {
+    check_process();
     std::unique_lock lock(mutex_);
     check(ticket >= 1 && ticket <= pushed_, "wait: ticket ", ticket,
           " was never given out; last is ", pushed_);
@@ -54,12 +58,17 @@ class HostQueue {
 
   // Returns when everything pushed before the call is done, whether it failed or not.
   void drain() {
+    check_process();
     std::unique_lock lock(mutex_);
     const Ticket last = pushed_;
     changed_.wait(lock, [&] { return done_ >= last; });
   }
 
  private:
+  void check_process() const {
+    check(getpid() == process_, "the engine belongs to process ", process_, ", this is ", getpid(),
+          ": its threads do not live on in a fork");
+  }
   void work() {
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -89,7 +98,16 @@ class HostQueue {
   std::map<Ticket, std::exception_ptr> errors_;
   Ticket pushed_ = 0, done_ = 0;
   bool stopping_ = false;
+  const pid_t process_ = getpid();
   std::thread worker_;  // last: starts when the rest is ready
 };
+
+// A host device. In a fork it is left alone: it has threads that only the parent can join.
+template <typename T, typename... Args>
+DeviceRef host_device(Args... args) {
+  return {new T(args...), [process = getpid()](T* device) {
+            if (getpid() == process) delete device;
+          }};
+}
 
 }  // namespace lily

@@ -2,6 +2,7 @@
 #include "loader.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,7 +39,8 @@ class Files {
  public:
   explicit Files(const std::vector<std::string>& paths) : paths_(paths) {
     for (const std::string& path : paths) {
-      const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+      // Without waiting for a writer, should a pipe have taken the place of the file that was checked.
+      const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
       if (fd < 0) {
         const int error = errno;
         close_all();
@@ -48,6 +50,11 @@ class Files {
       fcntl(fd, F_NOCACHE, 1);
 #endif
       fds_.push_back(fd);
+      struct stat info;
+      if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+        close_all();
+        throw CheckpointError(concat(path, ": not a regular file"));
+      }
     }
   }
   ~Files() { close_all(); }

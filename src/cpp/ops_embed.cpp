@@ -21,7 +21,7 @@ Plan plan(const Embed& p, const Target& t) {
 
 Plan plan(const CopyBytes& p, const Target&) {
   constexpr uint64_t group_bytes = 16384;
-  check(p.bytes > 0 && p.bytes % 16 == 0, "copy_bytes: ", p.bytes, " bytes, need a multiple of 16");
+  check(p.bytes > 0 && p.bytes % 4 == 0, "copy_bytes: ", p.bytes, " bytes, need a multiple of 4");
   check(p.bytes / group_bytes < INT32_MAX, "copy_bytes: ", p.bytes, " bytes, supported up to ",
         group_bytes * INT32_MAX);
   Plan plan;

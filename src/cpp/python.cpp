@@ -9,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <cstring>
 
 #include "engine.h"
@@ -19,6 +21,32 @@ using namespace nb::literals;
 
 namespace lily {
 namespace {
+
+// The GIL given up and taken back. Until Python 3.13 a daemon thread that wants it after the
+// interpreter has ended is unwound from inside, which a noexcept frame turns into an abort: such a
+// thread stops here until the process is gone.
+template <typename F>
+auto or_never(F&& f) {
+  try {
+    return f();
+  } catch (...) {
+    for (;;) pause();
+  }
+}
+struct Released {
+  PyThreadState* const state = PyEval_SaveThread();
+  Released() = default;
+  Released(const Released&) = delete;
+  ~Released() {
+    or_never([&] { PyEval_RestoreThread(state); });
+  }
+};
+struct Acquired {
+  const PyGILState_STATE state = or_never([] { return PyGILState_Ensure(); });
+  Acquired() = default;
+  Acquired(const Acquired&) = delete;
+  ~Acquired() { PyGILState_Release(state); }
+};
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -112,6 +140,7 @@ struct Kernels {
 };
 
 // ---- engine --------------------------------------------------------------------------------------
+// Taken with noconvert: a conversion to uint32 would wrap what is too large and cut fractions.
 using Ids = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Range = std::tuple<uint32_t, uint64_t, uint64_t>;  // file, offset, bytes
 using LinearTuple = std::tuple<int32_t, std::string, std::string, uint32_t, uint32_t, std::string,
@@ -123,7 +152,7 @@ FileRange range_of(const Range& r) { return {std::get<0>(r), std::get<1>(r), std
 
 // Ctrl-C in a long call: looked at while it waits.
 void check_signals() {
-  nb::gil_scoped_acquire gil;
+  const Acquired gil;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
@@ -168,9 +197,9 @@ std::shared_ptr<Engine> make_engine(const std::string& device, bool exact,
                                     const std::vector<VectorTuple>& vectors, uint32_t max_context,
                                     std::optional<std::function<void(uint64_t, uint64_t)>> progress) {
   const LoadTable t = make_table(config, std::move(files), linears, vectors);
-  nb::gil_scoped_release released;
+  const Released released;
   Progress report = [&](uint64_t done, uint64_t total) {
-    nb::gil_scoped_acquire gil;
+    const Acquired gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (progress) (*progress)(done, total);
   };
@@ -192,7 +221,7 @@ NB_MODULE(_core, m) {
       .def_ro("name", &DeviceStatus::name)
       .def_ro("available", &DeviceStatus::available)
       .def_ro("description", &DeviceStatus::description);
-  m.def("devices", &device_statuses, nb::call_guard<nb::gil_scoped_release>(),
+  m.def("devices", &device_statuses, nb::call_guard<Released>(),
         "The devices lily knows, with the reason where one is missing.");
 
   nb::class_<KernelBuffer>(m, "KernelBuffer", "Device memory of a Kernels object.")
@@ -252,26 +281,26 @@ NB_MODULE(_core, m) {
   }, "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a, "vectors"_a,
   "What load_engine would take; reads no weights.");
 
-  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  using Unlocked = nb::call_guard<Released>;
   nb::class_<Session>(m, "Session",
                       "One timeline of tokens on an Engine. One thread at a time: a second one gets LilyError.")
       .def(nb::init<std::shared_ptr<Engine>>(), "engine"_a, Unlocked())
       .def("sync", [](Session& s, const Ids& ids, const std::vector<uint32_t>& snapshot_at) {
-        nb::gil_scoped_release released;
+        const Released released;
         return s.sync(span_of(ids), snapshot_at, check_signals);
-      }, "ids"_a, nb::kw_only(), "snapshot_at"_a = std::vector<uint32_t>(),
+      }, "ids"_a.noconvert(), nb::kw_only(), "snapshot_at"_a = std::vector<uint32_t>(),
       "Makes the timeline `ids` (uint32 [n]); returns how many leading tokens were reused.\n\n"
       "Prefill is split at snapshot_at and a snapshot kept at each. Ctrl-C and cancel() leave the\n"
       "session at the prefix that was done.")
       .def("step", [](Session& s, const std::optional<Ids>& allowed) {
         std::vector<uint32_t> mask;
         if (allowed) mask.assign(allowed->data(), allowed->data() + allowed->size());
-        nb::gil_scoped_release released;
+        const Released released;
         return s.step(allowed ? &mask : nullptr);
-      }, "allowed"_a.none() = nb::none(),
+      }, "allowed"_a.noconvert().none() = nb::none(),
       "Draws the next token and appends it. allowed: uint32 [(vocab + 31) / 32], one bit per id.")
       .def("rewind", [](Session& s, uint32_t position) {
-        nb::gil_scoped_release released;
+        const Released released;
         s.rewind(position, check_signals);
       }, "position"_a, "Cuts the timeline to `position` tokens: nearest snapshot, then replay.")
       .def("snapshot", &Session::snapshot, Unlocked(), "Keeps the present position for sync and rewind.")
@@ -279,7 +308,7 @@ NB_MODULE(_core, m) {
       .def("set_sampling", [](Session& s, float temperature, float top_p, uint32_t top_k, float min_p, float presence,
                               float frequency, float repetition, uint64_t seed, uint32_t logprobs,
                               const std::vector<std::pair<uint32_t, float>>& bias) {
-        nb::gil_scoped_release released;
+        const Released released;
         SamplingOptions o;
         o.temperature = temperature, o.top_p = top_p, o.top_k = top_k, o.min_p = min_p, o.presence = presence;
         o.frequency = frequency, o.repetition = repetition, o.seed = seed, o.logprobs = logprobs, o.bias = bias;
@@ -290,7 +319,7 @@ NB_MODULE(_core, m) {
       .def("logits", [](Session& s) {
         std::vector<float> v;
         {
-          nb::gil_scoped_release released;
+          const Released released;
           v = s.logits();
         }
         const size_t n = v.size();
@@ -299,35 +328,35 @@ NB_MODULE(_core, m) {
       .def("forward", [](Session& s, const Ids& ids) {
         std::vector<float> v;
         {
-          nb::gil_scoped_release released;
+          const Released released;
           v = s.forward(span_of(ids), check_signals);
         }
         const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
         return array_of(std::move(v), {rows, vocab});
-      }, "ids"_a, "Appends ids; float32 [n, vocab] logits after each, n <= 512.")
+      }, "ids"_a.noconvert(), "Appends ids; float32 [n, vocab] logits after each, n <= 512.")
       .def("score", [](Session& s, const Ids& ids, const Ids& targets) {
         std::pair<std::vector<float>, std::vector<uint32_t>> v;
         {
-          nb::gil_scoped_release released;
+          const Released released;
           v = s.score(span_of(ids), span_of(targets), check_signals);
         }
         const size_t n = ids.size();
         return std::make_pair(array_of(std::move(v.first), {n}), array_of(std::move(v.second), {n}));
-      }, "ids"_a, "targets"_a, "Appends ids; (log-probability of each target, most likely id) after each.")
+      }, "ids"_a.noconvert(), "targets"_a.noconvert(), "Appends ids; (log-probability of each target, most likely id) after each.")
       .def("verify", [](Session& s, const Ids& ids) {
         std::vector<float> v;
         {
-          nb::gil_scoped_release released;
+          const Released released;
           v = s.verify(span_of(ids));
         }
         const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
         return array_of(std::move(v), {rows, vocab});
-      }, "ids"_a, "float32 [n, vocab] logits of up to 16 further tokens; changes nothing visible.")
+      }, "ids"_a.noconvert(), "float32 [n, vocab] logits of up to 16 further tokens; changes nothing visible.")
       .def("commit", &Session::commit, "n"_a, Unlocked(), "Appends the first n verified tokens.")
       .def("recurrent_state", [](Session& s) {
         std::pair<std::vector<float>, std::vector<float>> v;
         {
-          nb::gil_scoped_release released;
+          const Released released;
           v = s.recurrent_state();
         }
         const Config& c = s.engine()->config;

@@ -21,6 +21,11 @@ uint32_t common_prefix(std::span<const uint32_t> a, std::span<const uint32_t> b)
   return uint32_t(std::mismatch(a.begin(), a.begin() + n, b.begin()).first - a.begin());
 }
 uint64_t align16(uint64_t n) { return (n + 15) / 16 * 16; }
+void check_ids(std::span<const uint32_t> ids, uint32_t vocab) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= vocab) throw std::invalid_argument(concat("token ", i, " is ", ids[i], ", the vocabulary has ", vocab));
+  }
+}
 
 }  // namespace
 
@@ -64,13 +69,19 @@ Session::~Session() {
   while (!snapshots_.empty()) drop_snapshot(snapshots_.size() - 1);
 }
 
+std::unique_lock<std::mutex> Session::claim() const {
+  std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+  check(lock.owns_lock(), "session is in use by another thread");
+  return lock;
+}
+
 // Every public call: one thread, a living engine, a valid session whatever happens.
 template <typename F>
 auto Session::guarded(F&& f) {
-  std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
-  check(lock.owns_lock(), "session is in use by another thread");
+  const auto lock = claim();
   engine_->check_alive();
-  cancel_ = false;
+  // A cancel from before this call may have stopped the step in flight, and nothing else.
+  if (cancel_.exchange(false) && flight_) flight_->doubtful = true;
   try {
     return f();
   } catch (const DeviceError& error) {
@@ -91,12 +102,8 @@ void Session::after_error(const DeviceError& error) {
   flight_.reset();
   step_programs_.clear();
   previous_ = kNone;
-  if (snapshots_.empty()) {
-    ids_.clear();
-    reset();
-  } else {
-    load_snapshot(snapshots_.back());
-  }
+  if (snapshots_.empty()) reset();
+  else load_snapshot(snapshots_.back());
 }
 
 // ---- small helpers -------------------------------------------------------------------------------
@@ -162,6 +169,7 @@ void Session::reset() {
   std::vector<std::byte> zero(std::max(s.conv.bytes(), s.delta.bytes()));
   if (s.conv.elements) device_->upload(s.conv, zero.data());
   if (s.delta.elements) device_->upload(s.delta, zero.data());
+  ids_.clear();
   consumed_ = 0;
   previous_ = verified_at_ = kNone;
   logits_valid_ = counts_exact_ = false;
@@ -191,7 +199,12 @@ void Session::own_blocks(uint32_t from, uint32_t to) {
       list.label = "copy KV block";
       const uint32_t start = b * LILY_KV_BLOCK;
       if (from > start) copy_block(engine_->kv.tensor(old), engine_->kv.tensor(fresh), from - start, list);
-      run(std::move(list));
+      try {
+        run(std::move(list));
+      } catch (const LilyError&) {
+        engine_->kv.release(fresh);
+        throw;
+      }
       set_block(b, fresh);
       engine_->kv.release(old);
     }
@@ -282,7 +295,7 @@ void Session::prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows, 
   engine_->model.prefill(r, scratch, {rows, consumed_, 0, chunk_ids, step_, slabs, states_[current_],
                                       states_[current_ ^ 1], logit_rows, logits});
   if (targets) r.score({rows, config_.vocab}, {logits, targets[0], targets[1], targets[2]});
-  if (logit_rows > 1) {
+  if (logit_rows && logits.buffer != logits_[current_ ^ 1].buffer) {
     copy(logits.slice(uint64_t(logit_rows - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
   }
   previous_ = kNone;  // the other state is being written
@@ -354,22 +367,28 @@ void Session::drop_snapshot(size_t index) {
   for (uint32_t b : snapshots_[index].blocks) engine_->kv.release(b);
   snapshots_.erase(snapshots_.begin() + std::ptrdiff_t(index));
 }
+// When it fails half-way (no block is left, cancelled), the session is empty.
 void Session::load_snapshot(const Snapshot& s) {
   // Share before the old blocks go: they may be the same ones.
   for (uint32_t b : s.blocks) engine_->kv.share(b);
   truncate_blocks(0);
-  for (size_t i = 0; i < s.blocks.size(); ++i) set_block(uint32_t(i), s.blocks[i]);
-  CommandList list;
-  list.label = "restore snapshot";
-  const State& to = states_[current_];
-  if (to.conv.elements) copy(s.state.conv, to.conv, list);
-  if (to.delta.elements) copy(s.state.delta, to.delta, list);
-  if (s.partial) {
-    const uint32_t block = engine_->kv.acquire();
-    set_block(uint32_t(s.blocks.size()), block);
-    copy_block(s.partial, engine_->kv.tensor(block), uint32_t(s.ids.size()) % LILY_KV_BLOCK, list);
+  try {
+    for (size_t i = 0; i < s.blocks.size(); ++i) set_block(uint32_t(i), s.blocks[i]);
+    CommandList list;
+    list.label = "restore snapshot";
+    const State& to = states_[current_];
+    if (to.conv.elements) copy(s.state.conv, to.conv, list);
+    if (to.delta.elements) copy(s.state.delta, to.delta, list);
+    if (s.partial) {
+      const uint32_t block = engine_->kv.acquire();
+      set_block(uint32_t(s.blocks.size()), block);
+      copy_block(s.partial, engine_->kv.tensor(block), uint32_t(s.ids.size()) % LILY_KV_BLOCK, list);
+    }
+    run(std::move(list));
+  } catch (const LilyError&) {
+    reset();
+    throw;
   }
-  run(std::move(list));
   ids_ = s.ids;
   consumed_ = uint32_t(s.ids.size());
   previous_ = verified_at_ = kNone;
@@ -402,6 +421,7 @@ void Session::restore(std::span<const uint32_t> ids, uint32_t limit) {
   truncate_blocks(consumed_);
   verified_at_ = kNone;
   counts_exact_ = false;
+  shown_ = -1;
 }
 
 // ---- public calls --------------------------------------------------------------------------------
@@ -411,9 +431,7 @@ uint32_t Session::sync(std::span<const uint32_t> ids, std::span<const uint32_t> 
     if (ids.size() > engine_->max_context) {
       throw std::invalid_argument(concat("prompt is too long: ", ids.size(), " tokens > ", engine_->max_context, " maximum"));
     }
-    for (size_t i = 0; i < ids.size(); ++i) {
-      if (ids[i] >= config_.vocab) throw std::invalid_argument(concat("token ", i, " is ", ids[i], ", the vocabulary has ", config_.vocab));
-    }
+    check_ids(ids, config_.vocab);
     for (uint32_t s : snapshot_at) {
       if (s == 0 || s > ids.size()) throw std::invalid_argument(concat("snapshot_at is ", s, ", allowed 1 to ", ids.size()));
     }
@@ -422,9 +440,8 @@ uint32_t Session::sync(std::span<const uint32_t> ids, std::span<const uint32_t> 
     const std::vector<uint32_t> wanted(ids.begin(), ids.end());
     restore(wanted, uint32_t(wanted.size()));
     const uint32_t reused = consumed_;
-    generated_from_ = reused;  // right for the prefix if the rest is cancelled
+    generated_from_ = uint32_t(wanted.size());
     consume(std::span(wanted).subspan(reused), snapshot_at, poll);
-    generated_from_ = uint32_t(ids_.size());
     if (std::find(snapshot_at.begin(), snapshot_at.end(), consumed_) != snapshot_at.end()) save_snapshot();
     shown_ = logits_valid_ ? current_ : -1;
     return reused;
@@ -438,7 +455,6 @@ void Session::rewind(uint32_t position, const std::function<void()>& poll) {
     const std::vector<uint32_t> wanted(ids_.begin(), ids_.begin() + position);
     restore(wanted, position);
     consume(std::span(wanted).subspan(consumed_), {}, poll);
-    generated_from_ = std::min(generated_from_, position);
     shown_ = logits_valid_ ? current_ : -1;
   });
 }
@@ -505,6 +521,17 @@ Ticket Session::submit_step() {
   return device_->submit(program, &cancel_);
 }
 
+// A lookahead that finds no memory, or is cancelled, is none of the caller's business yet.
+Ticket Session::look_ahead() {
+  try {
+    return submit_step();
+  } catch (const DeviceError&) {
+    throw;
+  } catch (const LilyError&) {
+    return 0;
+  }
+}
+
 SampledToken Session::take(Ticket ticket, uint32_t position) {
   device_->wait(ticket);
   Sampled s;
@@ -516,7 +543,8 @@ SampledToken Session::take(Ticket ticket, uint32_t position) {
   SampledToken t;
   t.id = s.token;
   t.logprob = s.logprob;
-  for (uint32_t i = 0; i < host_step_.sampling[0].logprobs; ++i) t.top.emplace_back(s.top_id[i], s.top_logprob[i]);
+  const uint32_t reported = std::min(host_step_.sampling[0].logprobs, config_.vocab);
+  for (uint32_t i = 0; i < reported; ++i) t.top.emplace_back(s.top_id[i], s.top_logprob[i]);
   return t;
 }
 
@@ -530,15 +558,14 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
     SlotSampling& options = host_step_.sampling[0];
     const uint32_t position = uint32_t(ids_.size());  // which the new token takes
     const bool lookahead = !allowed && position + 1 < engine_->max_context;
-    if (allowed && flight_) land();  // it was sampled without the mask
+    if (flight_ && (allowed || flight_->doubtful)) land();  // it was sampled without the mask
     SampledToken token;
     if (flight_) {
       const Ticket ticket = flight_->ticket;
-      Ticket next = 0;
-      if (lookahead) next = submit_step();
+      const Ticket next = lookahead ? look_ahead() : 0;
       try {
         token = take(ticket, position);
-      } catch (const LilyError&) {
+      } catch (const LilyError& error) {
         flight_.reset();
         if (next) {
           try {
@@ -546,7 +573,14 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
           } catch (const LilyError&) {
           }
         }
+        // Cancelled, the next one was as well. Otherwise only the draw failed, and the next one has
+        // overwritten the state before it.
+        if (!dynamic_cast<const Cancelled*>(&error)) {
+          advance(1);
+          logits_valid_ = true;
+        }
         previous_ = kNone;
+        counts_exact_ = false;
         throw;
       }
       advance(1);
@@ -570,11 +604,11 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
       write_step({&last, 1}, position - 1);
       token = take(submit_sample(), position);
     }
+    generated_from_ = std::min(generated_from_, position);  // the call that wrote it may not have got so far
     ids_.push_back(token.id);
     shown_ = current_;
     if (lookahead && !flight_) {
-      const Ticket ticket = submit_step();
-      flight_ = Flight{ticket};
+      if (const Ticket ticket = look_ahead()) flight_ = Flight{ticket};
     }
     return token;
   });
@@ -582,6 +616,12 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
 
 void Session::set_sampling(const SamplingOptions& o) {
   guarded([&] {
+    if (o.logprobs > LILY_MAX_LOGPROBS) {
+      throw std::invalid_argument(concat("logprobs is ", o.logprobs, ", allowed 0 to ", LILY_MAX_LOGPROBS));
+    }
+    for (const auto& [token, value] : o.bias) {
+      if (token >= config_.vocab) throw std::invalid_argument(concat("logit bias for token ", token, ", the vocabulary has ", config_.vocab));
+    }
     land();
     sampling_ = o;
     SlotSampling& s = host_step_.sampling[0];
@@ -589,10 +629,7 @@ void Session::set_sampling(const SamplingOptions& o) {
          o.logprobs, uint32_t(o.seed), uint32_t(o.seed >> 32)};
     if (!o.bias.empty()) {
       std::vector<float> bias(config_.vocab, 0.0f);
-      for (const auto& [token, value] : o.bias) {
-        if (token >= config_.vocab) throw std::invalid_argument(concat("logit bias for token ", token, ", the vocabulary has ", config_.vocab));
-        bias[token] = value;
-      }
+      for (const auto& [token, value] : o.bias) bias[token] = value;
       device_->upload(step_part(host_step_.bias_offset, config_.vocab * 4ull), bias.data());
     }
   });
@@ -610,11 +647,14 @@ std::vector<float> Session::logits() {
 std::vector<float> Session::forward(std::span<const uint32_t> ids, const std::function<void()>& poll) {
   return guarded([&] {
     if (ids.size() > 512) throw std::invalid_argument(concat("forward: ", ids.size(), " tokens, at most 512 rows of logits"));
+    check_ids(ids, config_.vocab);
     if (ids_.size() + ids.size() > engine_->max_context) {
       throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
     }
+    if (ids.empty()) return std::vector<float>{};
     catch_up();
     verified_at_ = kNone;
+    shown_ = -1;
     const uint64_t vocab = config_.vocab;
     const uint32_t rows = uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
     std::vector<float> out(ids.size() * vocab);
@@ -643,14 +683,17 @@ std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(std::span<co
                                                                     const std::function<void()>& poll) {
   return guarded([&] {
     if (targets.size() != ids.size()) throw std::invalid_argument(concat("forward: ", targets.size(), " targets for ", ids.size(), " tokens"));
+    check_ids(ids, config_.vocab);
     for (uint32_t t : targets) {
       if (t >= config_.vocab) throw std::invalid_argument(concat("forward: target ", t, ", the vocabulary has ", config_.vocab));
     }
     if (ids_.size() + ids.size() > engine_->max_context) {
       throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
     }
+    if (ids.empty()) return std::pair<std::vector<float>, std::vector<uint32_t>>{};
     catch_up();
     verified_at_ = kNone;
+    shown_ = -1;
     const uint64_t vocab = config_.vocab;
     const uint32_t rows = uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
     std::pair<std::vector<float>, std::vector<uint32_t>> out;
@@ -666,7 +709,6 @@ std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(std::span<co
       const Tensor parts[3] = {wanted.slice(0, n), logprob.slice(0, n), argmax.slice(0, n)};
       device_->upload(parts[0], targets.data() + at);
       prefill_chunk(piece, uint32_t(n), logits.slice(0, n * vocab), poll, parts);
-      if (n == 1) logits_valid_ = false;
       device_->download(parts[1], out.first.data() + at);
       device_->download(parts[2], out.second.data() + at);
       ids_.insert(ids_.end(), piece.begin(), piece.end());
@@ -681,10 +723,12 @@ std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(std::span<co
 std::vector<float> Session::verify(std::span<const uint32_t> ids) {
   return guarded([&] {
     if (ids.empty() || ids.size() > LILY_MAX_ROWS) throw std::invalid_argument(concat("verify: ", ids.size(), " tokens, allowed 1 to ", LILY_MAX_ROWS));
+    check_ids(ids, config_.vocab);
     if (ids_.size() + ids.size() > engine_->max_context) {
       throw std::invalid_argument(concat("verify: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
     }
     catch_up();
+    verified_at_ = kNone;
     const uint32_t rows = uint32_t(ids.size()), splits = splits_for(consumed_ + rows);
     own_blocks(consumed_, consumed_ + rows);
     write_step(ids, consumed_);
@@ -717,6 +761,7 @@ void Session::commit(uint32_t n) {
     engine_->model.commit(r, *many_rows_, decode_args(n, 1, true, {}));
     copy(many_logits_.slice(uint64_t(n - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
     previous_ = kNone;
+    shown_ = -1;
     run(std::move(list));
     ids_.insert(ids_.end(), ids.begin(), ids.end());
     advance(n);
@@ -727,9 +772,16 @@ void Session::commit(uint32_t n) {
   });
 }
 
-std::vector<uint32_t> Session::tokens() const { return ids_; }
-uint32_t Session::position() const { return uint32_t(ids_.size()); }
+std::vector<uint32_t> Session::tokens() const {
+  const auto lock = claim();
+  return ids_;
+}
+uint32_t Session::position() const {
+  const auto lock = claim();
+  return uint32_t(ids_.size());
+}
 std::vector<uint32_t> Session::snapshots() const {
+  const auto lock = claim();
   std::vector<uint32_t> at;
   for (const Snapshot& s : snapshots_) at.push_back(uint32_t(s.ids.size()));
   return at;

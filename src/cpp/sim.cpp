@@ -341,7 +341,7 @@ DeviceRef make_sim(bool exact, std::string& why) {
   const uint64_t seed = text ? std::strtoull(text, &end, 10) : 1;
   check(text == nullptr || (end != text && *end == 0), "LILY_SIM_SEED is \"", text, "\", wants a number");
   const char* library = std::getenv("LILY_SIM_KERNELS");
-  return std::make_shared<SimDevice>(exact, seed, library ? open_library(library) : nullptr);
+  return host_device<SimDevice>(exact, seed, library ? open_library(library) : nullptr);
 }
 
 }  // namespace lily

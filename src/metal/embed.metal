@@ -45,14 +45,14 @@ static inline float embed_body(device const uint* codes, device const uint* pair
 LILY_VARIANTS_embed(EMBED)
 
 // ---- copy_bytes ---------------------------------------------------------------------------------
-// 256 threads a group, four units of 16 bytes a thread.
+// 256 threads a group, sixteen words a thread: rows of an odd vocabulary begin at any word.
 #define COPY_BYTES(op, name, c0, c1, c2)                                                           \
-  KERNEL(name)(IN(uint4, from, 0), OUT(uint4, to, 1), PARAMS(CopyBytes, 2) IDS) {                  \
+  KERNEL(name)(IN(uint, from, 0), OUT(uint, to, 1), PARAMS(CopyBytes, 2) IDS) {                    \
     READ_IDS                                                                                       \
-    const ulong units = p.bytes / 16;                                                              \
-    UNROLL for (uint j = 0; j < 4; ++j) {                                                          \
-      const ulong i = (ulong)group.x * 1024 + j * 256 + tid;                                       \
-      if (i < units) to[i] = from[i];                                                              \
+    const ulong words = p.bytes / 4;                                                               \
+    UNROLL for (uint j = 0; j < 16; ++j) {                                                         \
+      const ulong i = (ulong)group.x * 4096 + j * 256 + tid;                                       \
+      if (i < words) to[i] = from[i];                                                              \
     }                                                                                              \
   }
 LILY_VARIANTS_copy_bytes(COPY_BYTES)

@@ -182,7 +182,7 @@ struct SampleScan { uint rows, vocab, token_limit; };
 struct SampleDraw { uint rows, vocab, token_limit, ring; };
 // logits, adjusted, stats, ring out Sampled[rows][ring]; Step io
 struct CopyBytes { ulong bytes; };
-// from, to out (multiples of 16 bytes)
+// from, to out (multiples of 4 bytes)
 
 // ---- the lists --------------------------------------------------------------------------------
 #define LILY_OPS(X)                                                                        \

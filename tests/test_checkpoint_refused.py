@@ -92,6 +92,11 @@ CONFIG_RULES: list[tuple[dict[str, Any], str]] = [
     (dict(linear_value_head_dim=256), "linear_value_head_dim = 256, expected 128"),
     (dict(linear_conv_kernel_dim=3), "linear_conv_kernel_dim = 3, expected 4"),
     (dict(num_attention_heads=3, num_key_value_heads=2), "a divisor of num_attention_heads = 3"),
+    (
+        dict(num_attention_heads=17, num_key_value_heads=1),
+        "num_key_value_heads = 1, expected at least 1 for 16 of num_attention_heads = 17",
+    ),
+    (dict(vocab_size=2**19 + 1), "vocab_size = 524289, expected an integer from 1 to 524288"),
     (dict(linear_num_key_heads=2, linear_num_value_heads=3), "a multiple of linear_num_key_heads"),
     (dict(num_experts=1), "num_experts = 1, expected an integer from 2 to 1024"),
     (dict(num_experts=1025), "num_experts = 1025"),

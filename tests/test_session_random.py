@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 import make_fixtures
 import reference
 from lily import _core
-from model_harness import fresh_engine
 
 VOCAB, LIMIT, CONTEXT = 1000, 980, 560  # sampling leaves out ids from LIMIT on
 TOLERANCE = 1e-4
@@ -295,9 +294,9 @@ class Timeline:
         self.shown, self.verified = None, []
 
     CALLS = (
-        [(sync, ()), (step, ()), (step, (True,)), (steps, ()), (rewind, ()), (snapshot, ())]
-        + [(verify, ()), (commit, ()), (draft, ()), (forward, ()), (forward, (True,))]
-        + [(set_sampling, ()), (state, ()), (cancel, ()), (cancelled, ()), (nothing_allowed, ())]
+        *[(sync, ()), (step, ()), (step, (True,)), (steps, ()), (rewind, ()), (snapshot, ())],
+        *[(verify, ()), (commit, ()), (draft, ()), (forward, ()), (forward, (True,))],
+        *[(set_sampling, ()), (state, ()), (cancel, ()), (cancelled, ()), (nothing_allowed, ())],
     )
 
     def call(self) -> None:

@@ -118,7 +118,8 @@ Isa best_isa() {
   // A developer aid: run the twins of an older processor.
   const char* wanted = getenv("LILY_CPU_ISA");
   if (wanted && std::strcmp(wanted, "x86-64-v2") == 0) return {"x86-64-v2", x86_v2::twins};
-  if (wanted && std::strcmp(wanted, "x86-64-v3") == 0 && level >= 3) return {"x86-64-v3", x86_v3::twins};
+  if (wanted && std::strcmp(wanted, "x86-64-v3") == 0 && level >= 3)
+    return {"x86-64-v3", x86_v3::twins};
   if (level >= 4) return {"x86-64-v4", x86_v4::twins};
   if (level >= 3) return {"x86-64-v3", x86_v3::twins};
   return {"x86-64-v2", x86_v2::twins};
@@ -132,7 +133,7 @@ size_t usable_cores() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
 #endif
-  return std::max(1u, std::thread::hardware_concurrency());
+  return std::max(1u, std::thread ::hardware_concurrency());
 }
 
 // Anonymous pages: zero cost until touched, so that tests may allocate sparse gigabytes.
@@ -144,7 +145,8 @@ class CpuBuffer : public Buffer {
     label = name;
     void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) throw LilyError(concat("cpu: ", name, ": no ", bytes, " bytes of memory"));
+    if (at == MAP_FAILED)
+      throw LilyError(concat("cpu: ", name, ": no ", bytes, " bytes of memory"));
     host = static_cast<std::byte*>(at);
     *account_ += bytes;
   }
@@ -165,7 +167,9 @@ class CpuProgram : public Program {
 class CpuDevice : public Device {
  public:
   explicit CpuDevice(bool exact)
-      : Device(exact), isa_(best_isa()), pool_(usable_cores()),
+      : Device(exact),
+        isa_(best_isa()),
+        pool_(usable_cores()),
         limit_(uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGE_SIZE))) {}
   std::string name() const override { return "cpu"; }
   std::string description() const override {
@@ -196,9 +200,8 @@ class CpuDevice : public Device {
     return program;
   }
   Ticket submit(const ProgramRef& program, const std::atomic<bool>* cancel) override {
-    return queue_.push([this, program, cancel] {
-      run(static_cast<const CpuProgram&>(*program).list, cancel);
-    });
+    return queue_.push(
+        [this, program, cancel] { run(static_cast<const CpuProgram&>(*program).list, cancel); });
   }
   void wait(Ticket ticket) override { queue_.wait(ticket); }
 
@@ -206,15 +209,17 @@ class CpuDevice : public Device {
   void run(const CommandList& list, const std::atomic<bool>* cancel) {
     std::byte* args[32];
     for (const Launch& launch : list.launches) {
-      if (cancel && cancel->load(std::memory_order_relaxed)) throw Cancelled(list.label + ": cancelled");
+      if (cancel && cancel->load(std::memory_order_relaxed))
+        throw Cancelled(list.label + ": cancelled");
       const Variant& v = variants()[launch.variant];
       for (size_t i = 0; i < launch.args.size(); ++i) {
         const Tensor& t = launch.args[i].tensor;
         args[i] = t.buffer ? t.buffer->host + t.offset : nullptr;
       }
       const Tensor& s = launch.step.tensor;
-      const TwinCall call{v.c, list.params.data() + launch.params_offset, args,
-                          s.buffer ? s.buffer->host + s.offset : nullptr, exact(), &pool_};
+      const TwinCall call{v.c,     list.params.data() + launch.params_offset,
+                          args,    s.buffer ? s.buffer->host + s.offset : nullptr,
+                          exact(), &pool_};
       isa_.twins[size_t(v.op)](call);
     }
   }

@@ -64,7 +64,9 @@ void to_floats(const Act* from, float* to) {  // one head
 
 // ---- common -------------------------------------------------------------------------------------
 // sin and cos of a position's angles.
-struct Turn { float sin[kDim / 2], cos[kDim / 2]; };
+struct Turn {
+  float sin[kDim / 2], cos[kDim / 2];
+};
 void make_turn(Turn& turn, uint32_t position, const float* inv_freq, uint32_t rotary) {
   for (uint32_t i = 0; i < rotary / 2; ++i) {
     const float angle = float(position) * inv_freq[i];
@@ -143,7 +145,7 @@ void step_split(const TwinCall& call, uint32_t row, uint32_t kv_head, uint32_t s
       make_turn(turn, start + i, inv_freq, p.rotary);
       norm_rope(proj_row(i) + p.k_offset + kv_head * kDim, k_gain, turn, p.rotary, p.eps, rows[j]);
       for (float& v : rows[j]) v = rounded(keys, v);  // as the cache holds it
-      if (start + i == position) {  // the row's own: this job appends it
+      if (start + i == position) {                    // the row's own: this job appends it
         for (uint32_t d = 0; d < kDim; ++d) store(keys, size_t(i) * kDim + d, rows[j][d]);
         std::memcpy(values + size_t(i) * kDim, proj_row(i) + p.v_offset + kv_head * kDim,
                     kDim * sizeof(Act));

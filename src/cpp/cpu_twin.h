@@ -34,8 +34,7 @@ inline Step& step(const TwinCall& call) { return *reinterpret_cast<Step*>(call.s
 
 template <typename F>
 void parallel(const TwinCall& call, size_t n, F&& f) {
-  pool_run(
-      *call.pool, n, [](void* context, size_t i) { (*static_cast<F*>(context))(i); }, &f);
+  pool_run(*call.pool, n, [](void* context, size_t i) { (*static_cast<F*>(context))(i); }, &f);
 }
 
 inline float bits_to_float(uint32_t u) {
@@ -91,7 +90,8 @@ inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x));
 inline std::byte* kv_block(const TwinCall& call, uint32_t slot, uint32_t block) {
   const Step& s = step(call);
   uint64_t address;
-  std::memcpy(&address, call.step + s.pages_offset + (uint64_t(slot) * s.pages_stride + block) * 8, 8);
+  std::memcpy(&address, call.step + s.pages_offset + (uint64_t(slot) * s.pages_stride + block) * 8,
+              8);
   return reinterpret_cast<std::byte*>(address);
 }
 

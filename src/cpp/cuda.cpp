@@ -146,10 +146,8 @@ struct CudaBuffer final : Buffer {
   ~CudaBuffer() override {
     // Nothing in flight uses it: programs hold their buffers and tickets hold their programs.
     gpu->driver.context_push(gpu->context);
-    if (host)
-      gpu->driver.host_free(host);
-    else
-      gpu->driver.memory_free(address);
+    if (host) gpu->driver.host_free(host);
+    else gpu->driver.memory_free(address);
     gpu->driver.context_pop(nullptr);
     *counter -= size;
   }
@@ -217,7 +215,7 @@ std::unordered_map<std::string, Signature> read_signatures(bool exact) {
 
 void copy_parallel(std::byte* to, const std::byte* from, size_t bytes) {
   const unsigned threads =
-      bytes < kSmallCopy ? 1 : std::clamp(std::thread::hardware_concurrency(), 1u, kCopyThreads);
+      bytes < kSmallCopy ? 1 : std::clamp(std::thread ::hardware_concurrency(), 1u, kCopyThreads);
   const size_t part = (bytes + threads - 1) / threads;
   std::vector<std::thread> others;
   for (unsigned i = 1; i < threads; ++i) {
@@ -479,10 +477,8 @@ class CudaDevice final : public Device {
           d_.context_pop(nullptr);
         }
         const std::lock_guard lock(done_mutex);
-        if (r == cuda::kSuccess)
-          gpu_->modules[text] = module;
-        else
-          error = concat(gpu_->error_text(r), "\n", log.data());
+        if (r == cuda::kSuccess) gpu_->modules[text] = module;
+        else error = concat(gpu_->error_text(r), "\n", log.data());
       });
     }
     for (std::thread& t : threads) t.join();

@@ -8,10 +8,14 @@ namespace lily {
 
 const char* dtype_name(DType t) {
   switch (t) {
-    case DType::u32: return "u32";
-    case DType::u64: return "u64";
-    case DType::bf16: return "bf16";
-    case DType::f32: return "f32";
+    case DType::u32:
+      return "u32";
+    case DType::u64:
+      return "u64";
+    case DType::bf16:
+      return "bf16";
+    case DType::f32:
+      return "f32";
   }
   return "?";
 }
@@ -66,7 +70,8 @@ bool any_arg(const Launch& l, F f) {
 }  // namespace
 
 bool conflicts(const Launch& a, const Launch& b) {
-  return any_arg(a, [&](const Arg& x) { return any_arg(b, [&](const Arg& y) { return hazard(x, y); }); });
+  return any_arg(
+      a, [&](const Arg& x) { return any_arg(b, [&](const Arg& y) { return hazard(x, y); }); });
 }
 
 std::vector<uint32_t> hazard_levels(const CommandList& list) {
@@ -112,7 +117,8 @@ DeviceRef make_device(const std::string& name, bool exact) {
     check(device != nullptr, "device ", name, " does not exist here: ", why);
     return device;
   }
-  throw std::invalid_argument(concat("device \"", name, "\" is unknown; known: metal, cuda, cpu, sim"));
+  throw std::invalid_argument(
+      concat("device \"", name, "\" is unknown; known: metal, cuda, cpu, sim"));
 }
 
 }  // namespace lily

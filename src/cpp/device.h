@@ -42,9 +42,7 @@ void check(bool ok, const Parts&... parts) {
 }
 
 enum class DType : uint8_t { u32, u64, bf16, f32 };
-constexpr size_t dtype_size(DType t) {
-  return t == DType::bf16 ? 2 : t == DType::u64 ? 8 : 4;
-}
+constexpr size_t dtype_size(DType t) { return t == DType::bf16 ? 2 : t == DType::u64 ? 8 : 4; }
 const char* dtype_name(DType t);
 
 // Device memory. Freed when the last reference goes; programs keep theirs alive until they end.
@@ -157,7 +155,7 @@ class Device {
 using DeviceRef = std::shared_ptr<Device>;
 
 struct DeviceStatus {
-  std::string name;         // "cpu", "sim", "cuda", "metal"
+  std::string name;  // "cpu", "sim", "cuda", "metal"
   bool available;
   std::string description;  // what it is, or why it is missing
 };

@@ -148,7 +148,8 @@ class Session {
                      const std::function<void()>& poll, const Tensor* targets = nullptr);
   void decode_rows(std::span<const uint32_t> ids);
   void advance(uint32_t rows);  // the other state is current now
-  Model::Decode decode_args(uint32_t rows, uint32_t splits, bool write_state, const Tensor& logits) const;
+  Model::Decode decode_args(uint32_t rows, uint32_t splits, bool write_state,
+                            const Tensor& logits) const;
   void run(CommandList list, const std::function<void()>& poll = {});
   void copy(const Tensor& from, const Tensor& to, CommandList& list) const;
   void copy_block(const Tensor& from, const Tensor& to, uint32_t tokens, CommandList& list) const;
@@ -169,9 +170,9 @@ class Session {
   mutable std::mutex busy_;
   std::atomic<bool> cancel_{false};
 
-  std::vector<uint32_t> ids_;   // the timeline
-  uint32_t consumed_ = 0;       // tokens of it that states_[current_] holds
-  uint32_t previous_ = kNone;   // tokens that the other state holds, if it is valid
+  std::vector<uint32_t> ids_;    // the timeline
+  uint32_t consumed_ = 0;        // tokens of it that states_[current_] holds
+  uint32_t previous_ = kNone;    // tokens that the other state holds, if it is valid
   uint32_t generated_from_ = 0;  // ids from here on were drawn by step
   State states_[2];
   int current_ = 0;
@@ -187,9 +188,10 @@ class Session {
   SamplingOptions sampling_;
   bool counts_exact_ = false;  // the device's penalty counts match ids_
   std::unique_ptr<DecodeScratch> one_row_, many_rows_;
-  uint32_t verified_at_ = kNone;     // consumed_ when verify ran, until the timeline moves
+  uint32_t verified_at_ = kNone;  // consumed_ when verify ran, until the timeline moves
   std::vector<uint32_t> verified_;
-  std::map<std::tuple<int, uint32_t, uint64_t>, ProgramRef> step_programs_;  // parity, splits, slabs
+  std::map<std::tuple<int, uint32_t, uint64_t>, ProgramRef>
+      step_programs_;  // parity, splits, slabs
   ProgramRef sample_programs_[2];
 };
 

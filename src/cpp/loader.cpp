@@ -58,15 +58,17 @@ class Files {
     }
   }
   ~Files() { close_all(); }
-  void read(const FileRange& r, uint64_t skip, void* to, uint64_t bytes, const std::string& tensor) const {
+  void read(const FileRange& r, uint64_t skip, void* to, uint64_t bytes,
+            const std::string& tensor) const {
     uint64_t at = r.offset + skip;
     auto* out = static_cast<char*>(to);
     const int fd = fds_[r.file];
     for (uint64_t left = bytes; left > 0;) {
       const ssize_t got = pread(fd, out, left, off_t(at));
       if (got < 0 && errno == EINTR) continue;
-      check<CheckpointError>(got > 0, paths_[r.file], ": ", tensor, ": byte ", at, " cannot be read: ",
-                             got < 0 ? std::strerror(errno) : "the file ends there");
+      check<CheckpointError>(
+          got > 0, paths_[r.file], ": ", tensor, ": byte ", at,
+          " cannot be read: ", got < 0 ? std::strerror(errno) : "the file ends there");
       out += got, at += uint64_t(got), left -= uint64_t(got);
     }
 #ifdef POSIX_FADV_DONTNEED
@@ -117,7 +119,8 @@ class Arenas {
  public:
   size_t reserve(uint64_t elements) {
     const uint64_t bytes = (elements * 4 + kAlign - 1) / kAlign * kAlign;
-    if (sizes_.empty() || (sizes_.back() + bytes > kArenaBytes && sizes_.back() > 0)) sizes_.push_back(0);
+    if (sizes_.empty() || (sizes_.back() + bytes > kArenaBytes && sizes_.back() > 0))
+      sizes_.push_back(0);
     places_.push_back({sizes_.size() - 1, sizes_.back(), elements});
     sizes_.back() += bytes;
     return places_.size() - 1;
@@ -205,9 +208,10 @@ class Loader {
   void interleaved(Matrix& matrix, int layer, const char* gate, const char* up) {
     const LinearEntry &g = linear(layer, gate), &u = linear(layer, up);
     const bool plain = g.bits == 16 && u.bits == 16;
-    check<CheckpointError>(plain || (g.bits < 16 && u.bits < 16 && g.scale_type == u.scale_type), g.tensor, " has ",
-                           g.bits, " bits, ", u.tensor, " has ", u.bits,
-                           ": gate and up must both be bf16, or both quantised with scales of one type");
+    check<CheckpointError>(
+        plain || (g.bits < 16 && u.bits < 16 && g.scale_type == u.scale_type), g.tensor, " has ",
+        g.bits, " bits, ", u.tensor, " has ", u.bits,
+        ": gate and up must both be bf16, or both quantised with scales of one type");
     add(matrix, 2 * g.n, {{&g, 0, 2}, {&u, 1, 2}});
   }
   // Neighbours of one format become one matrix, so one launch.
@@ -322,7 +326,8 @@ class Loader {
         std::vector<uint32_t> codes, pairs;
         try {
           for (size_t j; (j = next.fetch_add(1)) < jobs.size();) {
-            jobs[j].vector ? load_vector(device, *jobs[j].vector) : load_rows(device, jobs[j], raw, codes, pairs);
+            jobs[j].vector ? load_vector(device, *jobs[j].vector)
+                           : load_rows(device, jobs[j], raw, codes, pairs);
           }
         } catch (...) {
           std::lock_guard<std::mutex> lock(mutex);
@@ -357,8 +362,8 @@ class Loader {
     if (progress) progress(total_, total_);
   }
 
-  void load_rows(Device& device, const Job& job, std::vector<char>& raw, std::vector<uint32_t>& codes,
-                 std::vector<uint32_t>& pairs) {
+  void load_rows(Device& device, const Job& job, std::vector<char>& raw,
+                 std::vector<uint32_t>& codes, std::vector<uint32_t>& pairs) {
     const Target& t = *job.target;
     const uint32_t rows = job.row1 - job.row0;
     const uint64_t row_words = uint64_t(t.w.k) * t.w.bits / 32;
@@ -369,13 +374,16 @@ class Loader {
       const LinearEntry& e = *s.entry;
       // Source rows r with row0 <= s.row0 + r * step < row1.
       const uint32_t r0 = job.row0 <= s.row0 ? 0 : (job.row0 - s.row0 + s.step - 1) / s.step;
-      const uint32_t r1 = job.row1 <= s.row0 ? 0 : std::min(e.n, (job.row1 - s.row0 + s.step - 1) / s.step);
+      const uint32_t r1 =
+          job.row1 <= s.row0 ? 0 : std::min(e.n, (job.row1 - s.row0 + s.step - 1) / s.step);
       if (r0 >= r1) continue;
       const uint64_t row_bytes = uint64_t(e.k) * e.bits / 8;
       raw.resize((r1 - r0) * row_bytes);
-      files_.read(e.weight, job.expert * e.stride + r0 * row_bytes, raw.data(), raw.size(), e.tensor);
+      files_.read(e.weight, job.expert * e.stride + r0 * row_bytes, raw.data(), raw.size(),
+                  e.tensor);
       for (uint32_t r = r0; r < r1; ++r) {
-        char* to = reinterpret_cast<char*>(&codes[(s.row0 + uint64_t(r) * s.step - job.row0) * row_words]);
+        char* to =
+            reinterpret_cast<char*>(&codes[(s.row0 + uint64_t(r) * s.step - job.row0) * row_words]);
         const char* from = &raw[(r - r0) * row_bytes];
         e.bits == t.w.bits ? void(std::memcpy(to, from, row_bytes)) : widen(from, row_bytes, to);
       }
@@ -383,7 +391,8 @@ class Loader {
         check_finite(raw.data(), raw.size() / 2, FileType::bf16, e, e.weight, "weight");
         continue;
       }
-      const uint64_t source_pairs = e.k / e.group, side = source_pairs * 2, base = (uint64_t(job.expert) * e.n + r0) * side;
+      const uint64_t source_pairs = e.k / e.group, side = source_pairs * 2,
+                     base = (uint64_t(job.expert) * e.n + r0) * side;
       const uint64_t bytes = (r1 - r0) * side;
       raw.resize(2 * bytes);
       files_.read(e.scales, base, raw.data(), bytes, e.tensor);
@@ -403,18 +412,19 @@ class Loader {
     }
     const uint64_t row = uint64_t(job.expert) * t.w.n + job.row0;
     device.upload(t.matrix->codes.slice(row * row_words, codes.size()), codes.data());
-    if (!pairs.empty()) device.upload(t.matrix->pairs.slice(row * row_pairs, pairs.size()), pairs.data());
+    if (!pairs.empty()) device
+      .upload(t.matrix->pairs.slice(row * row_pairs, pairs.size()), pairs.data());
     done_ += (codes.size() + pairs.size()) * 4;
   }
 
-  void check_finite(const char* raw, uint64_t n, FileType type, const LinearEntry& e, const FileRange& range,
-                    const char* part) const {
+  void check_finite(const char* raw, uint64_t n, FileType type, const LinearEntry& e,
+                    const FileRange& range, const char* part) const {
     const uint16_t exponent = type == FileType::f16 ? 0x7c00 : 0x7f80;
     for (uint64_t i = 0; i < n; ++i) {
       uint16_t v;
       std::memcpy(&v, raw + 2 * i, 2);
-      check<CheckpointError>((v & exponent) != exponent, files_.path(range.file), ": ", e.tensor, ": ", part,
-                             " hold a value that is not finite (bits ", v, ")");
+      check<CheckpointError>((v & exponent) != exponent, files_.path(range.file), ": ", e.tensor,
+                             ": ", part, " hold a value that is not finite (bits ", v, ")");
     }
   }
 
@@ -426,8 +436,8 @@ class Loader {
     std::vector<float> out(n);
     for (uint64_t i = 0; i < n; ++i) {
       out[i] = to_float(&raw[i * type_size(e.type)], e.type) + (e.plus_one ? 1.0f : 0.0f);
-      check<CheckpointError>(std::isfinite(out[i]), files_.path(e.range.file), ": ", e.tensor, ": value ", i,
-                             " of ", n, " is not finite");
+      check<CheckpointError>(std::isfinite(out[i]), files_.path(e.range.file), ": ", e.tensor,
+                             ": value ", i, " of ", n, " is not finite");
       // The decay is exp(-exp(A_log) softplus(a + dt_bias)).
       if (e.name == "A_log") out[i] = float(-std::exp(double(out[i])));
     }
@@ -439,7 +449,8 @@ class Loader {
     std::memcpy(&bits, at, type_size(type));
     if (type == FileType::bf16) bits <<= 16;
     if (type == FileType::f16) {
-      const uint32_t sign = (bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u, mantissa = bits & 0x3ffu;
+      const uint32_t sign = (bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u,
+                     mantissa = bits & 0x3ffu;
       if (exponent == 0) return (sign ? -1.0f : 1.0f) * std::ldexp(float(mantissa), -24);
       bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (mantissa << 13);
     }

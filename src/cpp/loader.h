@@ -15,7 +15,7 @@ struct FileRange {
 };
 // One matrix [n, k], or `experts` of them `stride` bytes apart (weight), densely (scales, biases).
 struct LinearEntry {
-  int32_t layer = -1;  // -1: of no layer
+  int32_t layer = -1;        // -1: of no layer
   std::string name, tensor;  // role, and the name in the file for errors
   uint32_t bits = 0, group = 0, n = 0, k = 0, experts = 1;
   FileType scale_type = FileType::bf16;

@@ -10,11 +10,13 @@ uint32_t Config::attention_layers() const {
 }
 
 uint64_t kv_block_bytes(const Config& c, DType act) {
-  return uint64_t(c.attention_layers()) * 2 * c.kv_heads * LILY_KV_BLOCK * LILY_HEAD_DIM * dtype_size(act);
+  return uint64_t(c.attention_layers()) * 2 * c.kv_heads * LILY_KV_BLOCK * LILY_HEAD_DIM *
+         dtype_size(act);
 }
 State make_state(Device& device, const Config& c, std::string_view label) {
   return {device.tensor(device.act(), uint64_t(c.delta_layers()) * 3 * c.channels(), label),
-          device.tensor(DType::f32, uint64_t(c.delta_layers()) * c.delta_width() * LILY_DELTA_DIM, label)};
+          device.tensor(DType::f32, uint64_t(c.delta_layers()) * c.delta_width() * LILY_DELTA_DIM,
+                        label)};
 }
 Tensor conv_of(const State& s, const Config& c, uint32_t i) {
   const uint64_t n = 3 * uint64_t(c.channels());
@@ -53,15 +55,19 @@ void matmul(Recorder& r, const Matrix& m, uint32_t rows, const Tensor& h, const 
 
 }  // namespace
 
-DecodeScratch::DecodeScratch(Device& device, const Config& c, uint32_t rows_, uint32_t splits_, bool keep_)
+DecodeScratch::DecodeScratch(Device& device, const Config& c, uint32_t rows_, uint32_t splits_,
+                             bool keep_)
     : rows(rows_), splits(splits_), keep(keep_) {
   const DType act = device.act();
   const auto a = [&](uint64_t n, const char* label) { return device.tensor(act, rows * n, label); };
-  const auto f = [&](uint64_t n, const char* label) { return device.tensor(DType::f32, rows * n, label); };
+  const auto f = [&](uint64_t n, const char* label) {
+    return device.tensor(DType::f32, rows * n, label);
+  };
   x = a(c.hidden, "x");
   ssq = f(std::max(1u, c.hidden / LILY_OUT_ROWS), "sums of squares");
   projected = a(c.attention_stride(), "attention projections");
-  delta_projected = a(uint64_t(c.delta_stride()) * (keep ? std::max(1u, c.delta_layers()) : 1), "DeltaNet projections");
+  delta_projected = a(uint64_t(c.delta_stride()) * (keep ? std::max(1u, c.delta_layers()) : 1),
+                      "DeltaNet projections");
   u = a(c.delta_width(), "u");
   head_ssq = f(c.value_heads * kHeadParts, "head sums of squares");
   partial = f(uint64_t(c.heads) * splits * LILY_PARTIAL, "attention partials");
@@ -80,13 +86,15 @@ uint64_t PrefillScratch::bytes_per_row(const Config& c, DType act) {
   return a * (3 * uint64_t(c.hidden) + std::max(c.delta_stride(), c.attention_stride()) +
               std::max(c.delta_width(), c.attention_width()) + c.attention_width() +
               c.top_k * uint64_t(c.expert_width + c.hidden) + c.shared_width) +
-         4 * (2 * uint64_t(c.key_heads) * LILY_DELTA_DIM + 4 * uint64_t(c.delta_width()) + (2 + LILY_CHUNK) * c.value_heads +
-              c.experts + 1 + 4 * (c.top_k + 1) + 1);
+         4 * (2 * uint64_t(c.key_heads) * LILY_DELTA_DIM + 4 * uint64_t(c.delta_width()) +
+              (2 + LILY_CHUNK) * c.value_heads + c.experts + 1 + 4 * (c.top_k + 1) + 1);
 }
 PrefillScratch::PrefillScratch(Device& device, const Config& c, uint32_t rows_) : rows(rows_) {
   const DType act = device.act();
   const auto a = [&](uint64_t n, const char* label) { return device.tensor(act, rows * n, label); };
-  const auto f = [&](uint64_t n, const char* label) { return device.tensor(DType::f32, rows * n, label); };
+  const auto f = [&](uint64_t n, const char* label) {
+    return device.tensor(DType::f32, rows * n, label);
+  };
   const auto i = [&](uint64_t n, const char* label) { return device.tensor(DType::u32, n, label); };
   const uint64_t keys = uint64_t(c.key_heads) * LILY_DELTA_DIM;
   x = a(c.hidden, "x");
@@ -145,9 +153,10 @@ void Model::decode(Recorder& r, DecodeScratch& s, const Decode& d) const {
       // Few splits are combined by every group of attn_out; many once, by a launch of their own.
       const bool combine = d.splits > 4;
       if (combine) r.attn_combine({d.rows, c.heads, d.splits}, {s.partial, s.combined}, d.step);
-      r.attn_out({w.out.w, d.rows, c.heads, combine ? 1 : d.splits, combine, c.attention_stride()},
-                 {w.out.codes, w.out.pairs, combine ? s.combined : s.partial, s.projected, s.x, s.ssq},
-                 d.step);
+      r.attn_out(
+          {w.out.w, d.rows, c.heads, combine ? 1 : d.splits, combine, c.attention_stride()},
+          {w.out.codes, w.out.pairs, combine ? s.combined : s.partial, s.projected, s.x, s.ssq},
+          d.step);
       ++attention_layer;
     } else {
       const Tensor projected = s.delta_rows(c, delta_layer);
@@ -182,13 +191,17 @@ void Model::moe_decode(Recorder& r, DecodeScratch& s, const Decode& d, const Lay
   project(r, w.router, d.rows, s.x, w.post_gain, s.ssq, parts, c.eps, s.router, c.experts + 1, true,
           d.step);
   // One launch for all slots; two where routed and shared matrices have different bits.
-  struct Range { uint32_t begin, count; };
+  struct Range {
+    uint32_t begin, count;
+  };
   const auto ranges = [&](const Matrix& a, const Matrix& b) {
     return a.w.bits == b.w.bits ? std::vector<Range>{{0, c.top_k + 1}}
                                 : std::vector<Range>{{0, c.top_k}, {c.top_k, 1}};
   };
   const auto routed = [&](Range p, const Tensor& t) { return p.begin < c.top_k ? t : Tensor{}; };
-  const auto shared = [&](Range p, const Tensor& t) { return p.begin + p.count > c.top_k ? t : Tensor{}; };
+  const auto shared = [&](Range p, const Tensor& t) {
+    return p.begin + p.count > c.top_k ? t : Tensor{};
+  };
   const Matrix &eu = w.expert_up, &su = w.shared_up, &ed = w.expert_down, &sd = w.shared_down;
   for (const Range p : ranges(eu, su)) {
     r.expert_up({eu.w, su.w, d.rows, c.experts, c.top_k, p.begin, p.count, parts, c.experts + 1,
@@ -199,8 +212,8 @@ void Model::moe_decode(Recorder& r, DecodeScratch& s, const Decode& d, const Lay
   }
   for (const Range p : ranges(ed, sd)) {
     r.expert_down({ed.w, sd.w, d.rows, c.experts, c.top_k, p.begin, p.count, c.expert_stride()},
-                  {routed(p, ed.codes), routed(p, ed.pairs), shared(p, sd.codes), shared(p, sd.pairs),
-                   s.h, s.route, s.x, s.ssq},
+                  {routed(p, ed.codes), routed(p, ed.pairs), shared(p, sd.codes),
+                   shared(p, sd.pairs), s.h, s.route, s.x, s.ssq},
                   d.step);
   }
 }
@@ -235,14 +248,16 @@ void Model::prefill(Recorder& r, PrefillScratch& s, const Prefill& d) const {
       r.qkv_rope({rows, d.position, d.slot, c.heads, c.kv_heads, c.rotary, stride, c.k_offset(),
                   c.v_offset(), attention_layer, c.eps},
                  {s.projected, w.q_gain, w.k_gain, w_.inv_freq, s.attn_q}, d.step, d.slabs);
-      r.flash({rows, d.position, d.slot, c.heads, c.kv_heads, stride, attention_layer, 1.0f / 16.0f},
-              {s.attn_q, s.projected, s.y}, d.step, d.slabs);
+      r.flash(
+          {rows, d.position, d.slot, c.heads, c.kv_heads, stride, attention_layer, 1.0f / 16.0f},
+          {s.attn_q, s.projected, s.y}, d.step, d.slabs);
       ++attention_layer;
     } else {
       r.delta_prep({rows, c.key_heads, c.value_heads, stride, c.a_offset(), c.b_offset()},
                    {s.projected, w.conv, w.neg_exp_a, w.dt_bias, conv_of(d.in, c, delta_layer),
                     conv_of(d.out, c, delta_layer), s.q, s.k, s.v, s.g, s.beta});
-      r.delta_wy({rows, c.key_heads, c.value_heads}, {s.q, s.k, s.v, s.g, s.beta, s.w, s.u, s.scores});
+      r.delta_wy({rows, c.key_heads, c.value_heads},
+                 {s.q, s.k, s.v, s.g, s.beta, s.w, s.u, s.scores});
       r.delta_scan({rows, c.key_heads, c.value_heads},
                    {s.q, s.k, s.g, s.w, s.u, s.scores, delta_of(d.in, c, delta_layer),
                     delta_of(d.out, c, delta_layer), s.o});
@@ -255,24 +270,27 @@ void Model::prefill(Recorder& r, PrefillScratch& s, const Prefill& d) const {
     moe_prefill(r, s, rows, w);
   }
   if (d.logit_rows) {
-    const uint64_t first = uint64_t(rows - d.logit_rows) * c.hidden, n = uint64_t(d.logit_rows) * c.hidden;
+    const uint64_t first = uint64_t(rows - d.logit_rows) * c.hidden,
+                   n = uint64_t(d.logit_rows) * c.hidden;
     r.rms_norm({d.logit_rows, c.hidden, c.eps}, {s.x.slice(first, n), w_.final_gain, s.h});
     matmul(r, w_.head, d.logit_rows, s.h, d.logits, c.vocab, 0, kMatmulF32);
   }
 }
 
-void Model::moe_prefill(Recorder& r, PrefillScratch& s, uint32_t rows, const LayerWeights& w) const {
+void Model::moe_prefill(Recorder& r, PrefillScratch& s, uint32_t rows,
+                        const LayerWeights& w) const {
   const Config& c = config;
   for (const StackPart& part : w.router) {
     matmul(r, part.matrix, rows, s.h, s.router, c.experts + 1, part.offset, kMatmulF32);
   }
   r.route_rows({rows, c.experts, c.top_k, c.experts + 1}, {s.router, s.route});
   r.group_rows({rows, c.experts, c.top_k, kExpertTile}, {s.route, s.order, s.offsets, s.tiles});
-  r.expert_matmul({w.expert_up.w, rows, c.experts, c.top_k, kExpertTile, 1},
-                  {w.expert_up.codes, w.expert_up.pairs, s.h, s.order, s.offsets, s.tiles, s.expert_h});
+  r.expert_matmul(
+      {w.expert_up.w, rows, c.experts, c.top_k, kExpertTile, 1},
+      {w.expert_up.codes, w.expert_up.pairs, s.h, s.order, s.offsets, s.tiles, s.expert_h});
   r.expert_matmul({w.expert_down.w, rows, c.experts, c.top_k, kExpertTile, 0},
-                  {w.expert_down.codes, w.expert_down.pairs, s.expert_h, s.order, s.offsets, s.tiles,
-                   s.expert_out});
+                  {w.expert_down.codes, w.expert_down.pairs, s.expert_h, s.order, s.offsets,
+                   s.tiles, s.expert_out});
   matmul(r, w.shared_up, rows, s.h, s.shared_h, c.shared_width, 0, kMatmulSwiglu);
   matmul(r, w.shared_down, rows, s.shared_h, s.shared_out, c.hidden, 0, kMatmulAct);
   r.moe_combine({rows, c.hidden, c.top_k, 1}, {s.expert_out, s.shared_out, s.route, s.x});

@@ -11,7 +11,7 @@
 namespace lily {
 
 struct Config {
-  std::vector<bool> attention;  // per layer: full attention, else DeltaNet
+  std::vector<bool> attention;                      // per layer: full attention, else DeltaNet
   uint32_t hidden = 0, vocab = 0, token_limit = 0;  // ids from token_limit on are never sampled
   uint32_t heads = 0, kv_heads = 0, rotary = 0;
   uint32_t key_heads = 0, value_heads = 0;
@@ -30,7 +30,9 @@ struct Config {
   uint32_t a_offset() const { return z_offset() + delta_width(); }
   uint32_t b_offset() const { return a_offset() + value_heads; }
   uint32_t delta_stride() const { return (b_offset() + value_heads + 7) / 8 * 8; }
-  uint32_t k_offset() const { return 2 * attention_width(); }  // of an attention one: (q|gate)..|k|v
+  uint32_t k_offset() const {
+    return 2 * attention_width();
+  }  // of an attention one: (q|gate)..|k|v
   uint32_t v_offset() const { return k_offset() + kv_heads * LILY_HEAD_DIM; }
   uint32_t attention_stride() const { return v_offset() + kv_heads * LILY_HEAD_DIM; }
   uint32_t expert_stride() const { return std::max(expert_width, shared_width); }
@@ -72,7 +74,7 @@ struct State {
 struct DecodeScratch {
   DecodeScratch(Device& device, const Config& c, uint32_t rows, uint32_t splits, bool keep);
   uint32_t rows, splits;
-  bool keep;    // projections of each DeltaNet layer in a place of its own, for commit
+  bool keep;  // projections of each DeltaNet layer in a place of its own, for commit
   Tensor x, ssq, projected, delta_projected, u, head_ssq, partial, combined, router, h, route;
   Tensor delta_rows(const Config& c, uint32_t delta_layer) const;
 };
@@ -81,8 +83,8 @@ struct PrefillScratch {
   PrefillScratch(Device& device, const Config& c, uint32_t rows);
   static uint64_t bytes_per_row(const Config& c, DType act);
   uint32_t rows;
-  Tensor x, ssq, h, projected, q, k, v, g, beta, w, u, scores, o, y, router, route, order, offsets, tiles,
-      expert_h, expert_out, shared_h, shared_out, attn_q;
+  Tensor x, ssq, h, projected, q, k, v, g, beta, w, u, scores, o, y, router, route, order, offsets,
+      tiles, expert_h, expert_out, shared_h, shared_out, attn_q;
 };
 
 class Model {

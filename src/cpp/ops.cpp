@@ -33,7 +33,8 @@ uint16_t find_variant(Op op, uint32_t c0, uint32_t c1, uint32_t c2) {
 }
 
 void check_linear(const Linear& w, const char* what) {
-  check(w.bits == 4 || w.bits == 8 || w.bits == 16, what, ": ", w.bits, " bits, supported 4, 8, 16");
+  check(w.bits == 4 || w.bits == 8 || w.bits == 16, what, ": ", w.bits,
+        " bits, supported 4, 8, 16");
   check(w.bits == 16 || (w.group_shift >= 5 && w.group_shift <= 7), what, ": group of 2^",
         w.group_shift, ", supported 32, 64, 128");
   check(w.n > 0 && w.k > 0 && w.k % 64 == 0, what, ": matrix [", w.n, ", ", w.k,

@@ -34,9 +34,9 @@ struct Need {
 struct Plan {
   uint16_t variant = 0;
   Grid grid;
-  std::vector<Need> needs;          // in binding order
+  std::vector<Need> needs;  // in binding order
   Access step = Access::none;
-  Access unbound = Access::none;    // KV pages
+  Access unbound = Access::none;  // KV pages
 };
 struct Target {
   Family family;

@@ -8,7 +8,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-
 #include <unistd.h>
 
 #include <cstring>
@@ -48,8 +47,8 @@ struct Acquired {
   ~Acquired() { PyGILState_Release(state); }
 };
 
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device ::cpu>;
+using MutableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device ::cpu>;
 
 // A piece of device memory for kernel tests and tools.
 struct KernelBuffer {
@@ -80,7 +79,8 @@ struct Kernels {
     return t;
   }
   using View = std::tuple<KernelBuffer*, uint64_t, uint64_t, std::string>;
-  using Call = std::tuple<std::string, Bytes, std::vector<View>, std::vector<View>, std::vector<View>>;
+  using Call =
+      std::tuple<std::string, Bytes, std::vector<View>, std::vector<View>, std::vector<View>>;
 
   // Of each launch: bytes declared read and written; touched, and touched distinct, of both.
   using Traffic = std::vector<std::vector<uint64_t>>;
@@ -106,8 +106,8 @@ struct Kernels {
       std::vector<Tensor> tensors, slabs;
       for (const View& v : args) tensors.push_back(std::get<2>(v) ? view(v) : Tensor{});
       for (const View& v : unbound) slabs.push_back(view(v));
-      recorder.any(Op(op), {reinterpret_cast<const std::byte*>(params.data()), params.size()}, tensors,
-                   step.empty() ? Tensor{} : view(step[0]), slabs);
+      recorder.any(Op(op), {reinterpret_cast<const std::byte*>(params.data()), params.size()},
+                   tensors, step.empty() ? Tensor{} : view(step[0]), slabs);
     }
     const ProgramRef program = device->compile(std::move(list), reuse);
     Ticket last = 0;
@@ -116,7 +116,8 @@ struct Kernels {
     return device->family() == Family::sim ? traffic(sim_records(*program)) : Traffic{};
   }
 
-  using Foreign = std::tuple<std::string, std::vector<View>, std::vector<std::string>, std::vector<uint32_t>>;
+  using Foreign =
+      std::tuple<std::string, std::vector<View>, std::vector<std::string>, std::vector<uint32_t>>;
   // Launches (symbol, args, access of each: "r", "w", "rw" or "", grid x, y, z, threads) of a library
   // of kernels, on sim.
   Traffic run_library(const std::string& path, const std::vector<Foreign>& calls) {
@@ -124,12 +125,13 @@ struct Kernels {
     list.label = path;
     std::vector<std::string> symbols;
     for (const auto& [symbol, args, access, grid] : calls) {
-      check(args.size() == access.size() && grid.size() == 4, symbol, ": ", args.size(), " arguments, ",
-            access.size(), " accesses, a grid of ", grid.size());
+      check(args.size() == access.size() && grid.size() == 4, symbol, ": ", args.size(),
+            " arguments, ", access.size(), " accesses, a grid of ", grid.size());
       Launch launch;
       launch.grid = {grid[0], grid[1], grid[2], grid[3]};
       for (size_t i = 0; i < args.size(); ++i) {
-        const bool r = access[i].find('r') != std::string::npos, w = access[i].find('w') != std::string::npos;
+        const bool r = access[i].find('r') != std::string::npos,
+                   w = access[i].find('w') != std::string::npos;
         launch.args.push_back({view(args[i]), Access(int(r) | int(w) << 1)});
       }
       symbols.push_back(symbol);
@@ -141,7 +143,7 @@ struct Kernels {
 
 // ---- engine --------------------------------------------------------------------------------------
 // Taken with noconvert: a conversion to uint32 would wrap what is too large and cut fractions.
-using Ids = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device ::cpu>;
 using Range = std::tuple<uint32_t, uint64_t, uint64_t>;  // file, offset, bytes
 using LinearTuple = std::tuple<int32_t, std::string, std::string, uint32_t, uint32_t, std::string,
                                uint32_t, uint32_t, uint32_t, Range, uint64_t, Range, Range>;
@@ -163,8 +165,9 @@ nb::ndarray<nb::numpy, T> array_of(std::vector<T> values, std::initializer_list<
   return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
 }
 
-LoadTable make_table(const nb::typed<nb::dict, nb::str, nb::any>& config, std::vector<std::string> files,
-                     const std::vector<LinearTuple>& linears, const std::vector<VectorTuple>& vectors) {
+LoadTable make_table(const nb::typed<nb::dict, nb::str, nb::any>& config,
+                     std::vector<std::string> files, const std::vector<LinearTuple>& linears,
+                     const std::vector<VectorTuple>& vectors) {
   LoadTable t;
   const auto number = [&](const char* name) { return nb::cast<uint32_t>(config[name]); };
   Config& c = t.config;
@@ -178,9 +181,11 @@ LoadTable make_table(const nb::typed<nb::dict, nb::str, nb::any>& config, std::v
   c.rope_theta = nb::cast<double>(config["rope_theta"]);
   c.eps = nb::cast<float>(config["eps"]);
   t.files = std::move(files);
-  for (const auto& [layer, name, tensor, bits, group, scale, n, k, experts, weight, stride, scales, biases] : linears) {
+  for (const auto& [layer, name, tensor, bits, group, scale, n, k, experts, weight, stride, scales,
+                    biases] : linears) {
     LinearEntry e;
-    e.layer = layer, e.name = name, e.tensor = tensor, e.bits = bits, e.group = group, e.n = n, e.k = k;
+    e.layer = layer, e.name = name, e.tensor = tensor, e.bits = bits, e.group = group, e.n = n,
+    e.k = k;
     e.experts = experts, e.stride = stride, e.scale_type = file_type(scale);
     e.weight = range_of(weight), e.scales = range_of(scales), e.biases = range_of(biases);
     t.linears.push_back(std::move(e));
@@ -191,11 +196,11 @@ LoadTable make_table(const nb::typed<nb::dict, nb::str, nb::any>& config, std::v
   return t;
 }
 
-std::shared_ptr<Engine> make_engine(const std::string& device, bool exact,
-                                    const nb::typed<nb::dict, nb::str, nb::any>& config,
-                                    std::vector<std::string> files, const std::vector<LinearTuple>& linears,
-                                    const std::vector<VectorTuple>& vectors, uint32_t max_context,
-                                    std::optional<std::function<void(uint64_t, uint64_t)>> progress) {
+std::shared_ptr<Engine> make_engine(
+    const std::string& device, bool exact, const nb::typed<nb::dict, nb::str, nb::any>& config,
+    std::vector<std::string> files, const std::vector<LinearTuple>& linears,
+    const std::vector<VectorTuple>& vectors, uint32_t max_context,
+    std::optional<std::function<void(uint64_t, uint64_t)>> progress) {
   const LoadTable t = make_table(config, std::move(files), linears, vectors);
   const Released released;
   Progress report = [&](uint64_t done, uint64_t total) {
@@ -227,23 +232,32 @@ NB_MODULE(_core, m) {
   nb::class_<KernelBuffer>(m, "KernelBuffer", "Device memory of a Kernels object.")
       .def_prop_ro("address", [](KernelBuffer& b) { return b.device->address(b.tensor); })
       .def_prop_ro("nbytes", [](KernelBuffer& b) { return b.tensor.bytes(); })
-      .def("write", [](KernelBuffer& b, uint64_t offset, Bytes data) {
-        Tensor t = b.tensor;
-        check(offset % 4 == 0 && data.size() % 4 == 0 && offset + data.size() <= t.bytes(),
-              "write of ", data.size(), " bytes at ", offset, " into ", t.bytes());
-        b.device->upload(t.slice(offset / 4, data.size() / 4), data.data());
-      }, "offset"_a, "data"_a)
-      .def("read", [](KernelBuffer& b, uint64_t offset, MutableBytes data) {
-        Tensor t = b.tensor;
-        check(offset % 4 == 0 && data.size() % 4 == 0 && offset + data.size() <= t.bytes(),
-              "read of ", data.size(), " bytes at ", offset, " from ", t.bytes());
-        b.device->download(t.slice(offset / 4, data.size() / 4), data.data());
-      }, "offset"_a, "data"_a);
+      .def(
+          "write",
+          [](KernelBuffer& b, uint64_t offset, Bytes data) {
+            Tensor t = b.tensor;
+            check(offset % 4 == 0 && data.size() % 4 == 0 && offset + data.size() <= t.bytes(),
+                  "write of ", data.size(), " bytes at ", offset, " into ", t.bytes());
+            b.device->upload(t.slice(offset / 4, data.size() / 4), data.data());
+          },
+          "offset"_a, "data"_a)
+      .def(
+          "read",
+          [](KernelBuffer& b, uint64_t offset, MutableBytes data) {
+            Tensor t = b.tensor;
+            check(offset % 4 == 0 && data.size() % 4 == 0 && offset + data.size() <= t.bytes(),
+                  "read of ", data.size(), " bytes at ", offset, " from ", t.bytes());
+            b.device->download(t.slice(offset / 4, data.size() / 4), data.data());
+          },
+          "offset"_a, "data"_a);
 
   nb::class_<Kernels>(m, "Kernels", "Single ops by name on one device, for tests and benchmarks.")
-      .def("__init__", [](Kernels* self, const std::string& device, bool exact) {
-        new (self) Kernels{make_device(device, exact)};
-      }, "device"_a, "exact"_a)
+      .def(
+          "__init__",
+          [](Kernels* self, const std::string& device, bool exact) {
+            new (self) Kernels{make_device(device, exact)};
+          },
+          "device"_a, "exact"_a)
       .def("buffer", &Kernels::buffer, "nbytes"_a, "label"_a)
       .def("run", &Kernels::run, "calls"_a, "reuse"_a = false, "times"_a = 1)
       .def("run_library", &Kernels::run_library, "path"_a, "calls"_a);
@@ -254,7 +268,8 @@ NB_MODULE(_core, m) {
       .def_ro("decode_scratch", &MemoryTable::decode_scratch)
       .def_ro("prefill_scratch", &MemoryTable::prefill_scratch)
       .def_ro("limit", &MemoryTable::limit)
-      .def_ro("context", &MemoryTable::context, "Tokens of one session at most; 0: the weights do not fit.");
+      .def_ro("context", &MemoryTable::context,
+              "Tokens of one session at most; 0: the weights do not fit.");
   nb::class_<SampledToken>(m, "SampledToken", "A drawn token.")
       .def_ro("id", &SampledToken::id)
       .def_ro("logprob", &SampledToken::logprob, "Of the raw model distribution.")
@@ -274,109 +289,159 @@ NB_MODULE(_core, m) {
         "vectors"_a, "max_context"_a, "progress"_a.none() = nb::none(),
         "Loads weights from a validated table of file ranges; see lily.engine.");
 
-  m.def("memory_table", [](const std::string& device, bool exact, const nb::typed<nb::dict, nb::str, nb::any>& config,
-                           std::vector<std::string> files, const std::vector<LinearTuple>& linears,
-                           const std::vector<VectorTuple>& vectors) {
-    return memory_table(*make_device(device, exact), make_table(config, std::move(files), linears, vectors));
-  }, "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a, "vectors"_a,
-  "What load_engine would take; reads no weights.");
+  m.def(
+      "memory_table",
+      [](const std::string& device, bool exact, const nb::typed<nb::dict, nb::str, nb::any>& config,
+         std::vector<std::string> files, const std::vector<LinearTuple>& linears,
+         const std::vector<VectorTuple>& vectors) {
+        return memory_table(*make_device(device, exact),
+                            make_table(config, std::move(files), linears, vectors));
+      },
+      "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a, "vectors"_a,
+      "What load_engine would take; reads no weights.");
 
   using Unlocked = nb::call_guard<Released>;
-  nb::class_<Session>(m, "Session",
-                      "One timeline of tokens on an Engine. One thread at a time: a second one gets LilyError.")
+  nb::class_<Session>(
+      m, "Session",
+      "One timeline of tokens on an Engine. One thread at a time: a second one gets LilyError.")
       .def(nb::init<std::shared_ptr<Engine>>(), "engine"_a, Unlocked())
-      .def("sync", [](Session& s, const Ids& ids, const std::vector<uint32_t>& snapshot_at) {
-        const Released released;
-        return s.sync(span_of(ids), snapshot_at, check_signals);
-      }, "ids"_a.noconvert(), nb::kw_only(), "snapshot_at"_a = std::vector<uint32_t>(),
-      "Makes the timeline `ids` (uint32 [n]); returns how many leading tokens were reused.\n\n"
-      "Prefill is split at snapshot_at and a snapshot kept at each. Ctrl-C and cancel() leave the\n"
-      "session at the prefix that was done.")
-      .def("step", [](Session& s, const std::optional<Ids>& allowed) {
-        std::vector<uint32_t> mask;
-        if (allowed) mask.assign(allowed->data(), allowed->data() + allowed->size());
-        const Released released;
-        return s.step(allowed ? &mask : nullptr);
-      }, "allowed"_a.noconvert().none() = nb::none(),
-      "Draws the next token and appends it. allowed: uint32 [(vocab + 31) / 32], one bit per id.")
-      .def("rewind", [](Session& s, uint32_t position) {
-        const Released released;
-        s.rewind(position, check_signals);
-      }, "position"_a, "Cuts the timeline to `position` tokens: nearest snapshot, then replay.")
-      .def("snapshot", &Session::snapshot, Unlocked(), "Keeps the present position for sync and rewind.")
-      .def("cancel", &Session::cancel, "From any thread: ends a running call within one step or chunk.")
-      .def("set_sampling", [](Session& s, float temperature, float top_p, uint32_t top_k, float min_p, float presence,
-                              float frequency, float repetition, uint64_t seed, uint32_t logprobs,
-                              const std::vector<std::pair<uint32_t, float>>& bias) {
-        const Released released;
-        SamplingOptions o;
-        o.temperature = temperature, o.top_p = top_p, o.top_k = top_k, o.min_p = min_p, o.presence = presence;
-        o.frequency = frequency, o.repetition = repetition, o.seed = seed, o.logprobs = logprobs, o.bias = bias;
-        s.set_sampling(o);
-      }, nb::kw_only(), "temperature"_a = 0.0f, "top_p"_a = 1.0f, "top_k"_a = 0, "min_p"_a = 0.0f, "presence"_a = 0.0f,
-      "frequency"_a = 0.0f, "repetition"_a = 1.0f, "seed"_a = 0, "logprobs"_a = 0,
-      "bias"_a = std::vector<std::pair<uint32_t, float>>(), "For the following steps; values are checked in lily.engine.")
-      .def("logits", [](Session& s) {
-        std::vector<float> v;
-        {
-          const Released released;
-          v = s.logits();
-        }
-        const size_t n = v.size();
-        return array_of(std::move(v), {n});
-      }, "float32 [vocab] of the next token, or of the one that the last step returned.")
-      .def("forward", [](Session& s, const Ids& ids) {
-        std::vector<float> v;
-        {
-          const Released released;
-          v = s.forward(span_of(ids), check_signals);
-        }
-        const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
-        return array_of(std::move(v), {rows, vocab});
-      }, "ids"_a.noconvert(), "Appends ids; float32 [n, vocab] logits after each, n <= 512.")
-      .def("score", [](Session& s, const Ids& ids, const Ids& targets) {
-        std::pair<std::vector<float>, std::vector<uint32_t>> v;
-        {
-          const Released released;
-          v = s.score(span_of(ids), span_of(targets), check_signals);
-        }
-        const size_t n = ids.size();
-        return std::make_pair(array_of(std::move(v.first), {n}), array_of(std::move(v.second), {n}));
-      }, "ids"_a.noconvert(), "targets"_a.noconvert(), "Appends ids; (log-probability of each target, most likely id) after each.")
-      .def("verify", [](Session& s, const Ids& ids) {
-        std::vector<float> v;
-        {
-          const Released released;
-          v = s.verify(span_of(ids));
-        }
-        const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
-        return array_of(std::move(v), {rows, vocab});
-      }, "ids"_a.noconvert(), "float32 [n, vocab] logits of up to 16 further tokens; changes nothing visible.")
+      .def(
+          "sync",
+          [](Session& s, const Ids& ids, const std::vector<uint32_t>& snapshot_at) {
+            const Released released;
+            return s.sync(span_of(ids), snapshot_at, check_signals);
+          },
+          "ids"_a.noconvert(), nb::kw_only(), "snapshot_at"_a = std::vector<uint32_t>(),
+          "Makes the timeline `ids` (uint32 [n]); returns how many leading tokens were reused.\n\n"
+          "Prefill is split at snapshot_at and a snapshot kept at each. Ctrl-C and cancel() leave "
+          "the\n"
+          "session at the prefix that was done.")
+      .def(
+          "step",
+          [](Session& s, const std::optional<Ids>& allowed) {
+            std::vector<uint32_t> mask;
+            if (allowed) mask.assign(allowed->data(), allowed->data() + allowed->size());
+            const Released released;
+            return s.step(allowed ? &mask : nullptr);
+          },
+          "allowed"_a.noconvert().none() = nb::none(),
+          "Draws the next token and appends it. allowed: uint32 [(vocab + 31) / 32], one bit per "
+          "id.")
+      .def(
+          "rewind",
+          [](Session& s, uint32_t position) {
+            const Released released;
+            s.rewind(position, check_signals);
+          },
+          "position"_a, "Cuts the timeline to `position` tokens: nearest snapshot, then replay.")
+      .def("snapshot", &Session::snapshot, Unlocked(),
+           "Keeps the present position for sync and rewind.")
+      .def("cancel", &Session::cancel,
+           "From any thread: ends a running call within one step or chunk.")
+      .def(
+          "set_sampling",
+          [](Session& s, float temperature, float top_p, uint32_t top_k, float min_p,
+             float presence, float frequency, float repetition, uint64_t seed, uint32_t logprobs,
+             const std::vector<std::pair<uint32_t, float>>& bias) {
+            const Released released;
+            SamplingOptions o;
+            o.temperature = temperature, o.top_p = top_p, o.top_k = top_k, o.min_p = min_p,
+            o.presence = presence;
+            o.frequency = frequency, o.repetition = repetition, o.seed = seed,
+            o.logprobs = logprobs, o.bias = bias;
+            s.set_sampling(o);
+          },
+          nb::kw_only(), "temperature"_a = 0.0f, "top_p"_a = 1.0f, "top_k"_a = 0, "min_p"_a = 0.0f,
+          "presence"_a = 0.0f, "frequency"_a = 0.0f, "repetition"_a = 1.0f, "seed"_a = 0,
+          "logprobs"_a = 0, "bias"_a = std::vector<std::pair<uint32_t, float>>(),
+          "For the following steps; values are checked in lily.engine.")
+      .def(
+          "logits",
+          [](Session& s) {
+            std::vector<float> v;
+            {
+              const Released released;
+              v = s.logits();
+            }
+            const size_t n = v.size();
+            return array_of(std::move(v), {n});
+          },
+          "float32 [vocab] of the next token, or of the one that the last step returned.")
+      .def(
+          "forward",
+          [](Session& s, const Ids& ids) {
+            std::vector<float> v;
+            {
+              const Released released;
+              v = s.forward(span_of(ids), check_signals);
+            }
+            const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
+            return array_of(std::move(v), {rows, vocab});
+          },
+          "ids"_a.noconvert(), "Appends ids; float32 [n, vocab] logits after each, n <= 512.")
+      .def(
+          "score",
+          [](Session& s, const Ids& ids, const Ids& targets) {
+            std::pair<std::vector<float>, std::vector<uint32_t>> v;
+            {
+              const Released released;
+              v = s.score(span_of(ids), span_of(targets), check_signals);
+            }
+            const size_t n = ids.size();
+            return std::make_pair(array_of(std::move(v.first), {n}),
+                                  array_of(std::move(v.second), {n}));
+          },
+          "ids"_a.noconvert(), "targets"_a.noconvert(),
+          "Appends ids; (log-probability of each target, most likely id) after each.")
+      .def(
+          "verify",
+          [](Session& s, const Ids& ids) {
+            std::vector<float> v;
+            {
+              const Released released;
+              v = s.verify(span_of(ids));
+            }
+            const size_t rows = ids.size(), vocab = s.engine()->config.vocab;
+            return array_of(std::move(v), {rows, vocab});
+          },
+          "ids"_a.noconvert(),
+          "float32 [n, vocab] logits of up to 16 further tokens; changes nothing visible.")
       .def("commit", &Session::commit, "n"_a, Unlocked(), "Appends the first n verified tokens.")
-      .def("recurrent_state", [](Session& s) {
-        std::pair<std::vector<float>, std::vector<float>> v;
-        {
-          const Released released;
-          v = s.recurrent_state();
-        }
-        const Config& c = s.engine()->config;
-        const size_t d = LILY_DELTA_DIM;
-        return std::make_pair(array_of(std::move(v.first), {c.delta_layers(), 3, c.channels()}),
-                              array_of(std::move(v.second), {c.delta_layers(), c.value_heads, d, d}));
-      }, "(conv float32 [layers, 3, channels], delta float32 [layers, Hv, Dv, Dk]) after all tokens.")
-      .def_prop_ro("tokens", [](const Session& s) {
-        std::vector<uint32_t> v = s.tokens();
-        const size_t n = v.size();
-        return array_of(std::move(v), {n});
-      }, nb::rv_policy::automatic, "uint32 [n]: the timeline.")
+      .def(
+          "recurrent_state",
+          [](Session& s) {
+            std::pair<std::vector<float>, std::vector<float>> v;
+            {
+              const Released released;
+              v = s.recurrent_state();
+            }
+            const Config& c = s.engine()->config;
+            const size_t d = LILY_DELTA_DIM;
+            return std::make_pair(
+                array_of(std::move(v.first), {c.delta_layers(), 3, c.channels()}),
+                array_of(std::move(v.second), {c.delta_layers(), c.value_heads, d, d}));
+          },
+          "(conv float32 [layers, 3, channels], delta float32 [layers, Hv, Dv, Dk]) after all "
+          "tokens.")
+      .def_prop_ro(
+          "tokens",
+          [](const Session& s) {
+            std::vector<uint32_t> v = s.tokens();
+            const size_t n = v.size();
+            return array_of(std::move(v), {n});
+          },
+          nb::rv_policy::automatic, "uint32 [n]: the timeline.")
       .def_prop_ro("position", &Session::position, "Tokens in the timeline.")
       .def_prop_ro("snapshots", &Session::snapshots, "Positions of the kept snapshots.");
 
-  m.def("variants", [] {
-    std::vector<std::pair<std::string, std::string>> all;
-    for (const Variant& v : variants()) all.emplace_back(op_name(v.op), v.name);
-    return all;
-  }, "(op, pipeline) of every kernel.");
+  m.def(
+      "variants",
+      [] {
+        std::vector<std::pair<std::string, std::string>> all;
+        for (const Variant& v : variants()) all.emplace_back(op_name(v.op), v.name);
+        return all;
+      },
+      "(op, pipeline) of every kernel.");
 }
 
 }  // namespace lily

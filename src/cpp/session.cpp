@@ -23,7 +23,9 @@ uint32_t common_prefix(std::span<const uint32_t> a, std::span<const uint32_t> b)
 uint64_t align16(uint64_t n) { return (n + 15) / 16 * 16; }
 void check_ids(std::span<const uint32_t> ids, uint32_t vocab) {
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] >= vocab) throw std::invalid_argument(concat("token ", i, " is ", ids[i], ", the vocabulary has ", vocab));
+    if (ids[i] >= vocab)
+      throw std::invalid_argument(
+          concat("token ", i, " is ", ids[i], ", the vocabulary has ", vocab));
   }
 }
 
@@ -33,7 +35,8 @@ Session::Session(std::shared_ptr<Engine> engine)
     : engine_(std::move(engine)), device_(engine_->device), config_(engine_->config) {
   engine_->check_alive();
   Device& d = *device_;
-  const uint32_t vocab = config_.vocab, stride = (engine_->max_context + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK;
+  const uint32_t vocab = config_.vocab,
+                 stride = (engine_->max_context + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK;
   for (State& s : states_) s = make_state(d, config_, "recurrent state");
   for (Tensor& t : logits_) t = d.tensor(DType::f32, vocab, "logits");
   adjusted_ = d.tensor(DType::f32, vocab, "adjusted logits");
@@ -107,7 +110,9 @@ void Session::after_error(const DeviceError& error) {
 }
 
 // ---- small helpers -------------------------------------------------------------------------------
-Tensor Session::step_part(uint64_t offset, uint64_t bytes) const { return step_.slice(offset / 4, bytes / 4); }
+Tensor Session::step_part(uint64_t offset, uint64_t bytes) const {
+  return step_.slice(offset / 4, bytes / 4);
+}
 
 void Session::copy(const Tensor& from, const Tensor& to, CommandList& list) const {
   Recorder r(*device_, list);
@@ -120,7 +125,8 @@ void Session::copy(const Tensor& from, const Tensor& to, CommandList& list) cons
 }
 
 // The first `tokens` of a block: the rest of it holds nothing.
-void Session::copy_block(const Tensor& from, const Tensor& to, uint32_t tokens, CommandList& list) const {
+void Session::copy_block(const Tensor& from, const Tensor& to, uint32_t tokens,
+                         CommandList& list) const {
   const uint64_t row = LILY_HEAD_DIM * dtype_size(device_->act()) / 4, head = LILY_KV_BLOCK * row;
   for (uint64_t at = 0; at < from.elements; at += head) {
     copy(from.slice(at, tokens * row), to.slice(at, tokens * row), list);
@@ -198,7 +204,8 @@ void Session::own_blocks(uint32_t from, uint32_t to) {
       CommandList list;
       list.label = "copy KV block";
       const uint32_t start = b * LILY_KV_BLOCK;
-      if (from > start) copy_block(engine_->kv.tensor(old), engine_->kv.tensor(fresh), from - start, list);
+      if (from > start)
+        copy_block(engine_->kv.tensor(old), engine_->kv.tensor(fresh), from - start, list);
       try {
         run(std::move(list));
       } catch (const LilyError&) {
@@ -224,7 +231,8 @@ void Session::write_step(std::span<const uint32_t> ids, uint32_t position) {
 
 // Counts of generated and prompt tokens, needed by penalties only.
 void Session::write_counts() {
-  const bool needed = sampling_.presence != 0 || sampling_.frequency != 0 || sampling_.repetition != 1;
+  const bool needed =
+      sampling_.presence != 0 || sampling_.frequency != 0 || sampling_.repetition != 1;
   if (!needed || counts_exact_) return;
   std::vector<uint32_t> generated(config_.vocab), prompt(config_.vocab);
   for (size_t i = 0; i < ids_.size(); ++i) ++(i < generated_from_ ? prompt : generated)[ids_[i]];
@@ -248,7 +256,8 @@ void Session::advance(uint32_t rows) {
   consumed_ += rows;
 }
 
-Model::Decode Session::decode_args(uint32_t rows, uint32_t splits, bool write_state, const Tensor& logits) const {
+Model::Decode Session::decode_args(uint32_t rows, uint32_t splits, bool write_state,
+                                   const Tensor& logits) const {
   return {rows, splits, write_state, step_, {}, states_[current_], states_[current_ ^ 1], logits};
 }
 
@@ -256,7 +265,9 @@ DecodeScratch& Session::many_rows(uint32_t splits) {
   if (!many_rows_ || many_rows_->splits < splits) {
     many_rows_ = std::make_unique<DecodeScratch>(*device_, config_, LILY_MAX_ROWS, splits, true);
   }
-  if (!many_logits_) many_logits_ = device_->tensor(DType::f32, uint64_t(LILY_MAX_ROWS) * config_.vocab, "logits of rows");
+  if (!many_logits_)
+    many_logits_ =
+        device_->tensor(DType::f32, uint64_t(LILY_MAX_ROWS) * config_.vocab, "logits of rows");
   return *many_rows_;
 }
 
@@ -273,15 +284,17 @@ void Session::decode_rows(std::span<const uint32_t> ids) {
   Model::Decode d = decode_args(rows, splits, true, many_logits_);
   d.slabs = slabs;
   engine_->model.decode(r, scratch, d);
-  copy(many_logits_.slice(uint64_t(rows - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
+  copy(many_logits_.slice(uint64_t(rows - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1],
+       list);
   previous_ = kNone;
   run(std::move(list));
   advance(rows);
   logits_valid_ = true;
 }
 
-void Session::prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows, const Tensor& logits,
-                            const std::function<void()>& poll, const Tensor* targets) {
+void Session::prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows,
+                            const Tensor& logits, const std::function<void()>& poll,
+                            const Tensor* targets) {
   const uint32_t rows = uint32_t(ids.size());
   own_blocks(consumed_, consumed_ + rows);
   const Tensor chunk_ids = device_->tensor(DType::u32, rows, "prompt ids");
@@ -292,11 +305,13 @@ void Session::prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows, 
   CommandList list;
   list.label = concat("prefill of ", rows, " rows at ", consumed_);
   Recorder r(*device_, list);
-  engine_->model.prefill(r, scratch, {rows, consumed_, 0, chunk_ids, step_, slabs, states_[current_],
-                                      states_[current_ ^ 1], logit_rows, logits});
+  engine_->model.prefill(r, scratch,
+                         {rows, consumed_, 0, chunk_ids, step_, slabs, states_[current_],
+                          states_[current_ ^ 1], logit_rows, logits});
   if (targets) r.score({rows, config_.vocab}, {logits, targets[0], targets[1], targets[2]});
   if (logit_rows && logits.buffer != logits_[current_ ^ 1].buffer) {
-    copy(logits.slice(uint64_t(logit_rows - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
+    copy(logits.slice(uint64_t(logit_rows - 1) * config_.vocab, config_.vocab),
+         logits_[current_ ^ 1], list);
   }
   previous_ = kNone;  // the other state is being written
   run(std::move(list), poll);
@@ -358,7 +373,8 @@ void Session::save_snapshot() {
   run(std::move(list));
   s.blocks.assign(blocks_.begin(), blocks_.begin() + full);
   for (uint32_t b : s.blocks) engine_->kv.share(b);
-  const uint64_t each = s.state.conv.bytes() + s.state.delta.bytes() + (s.partial ? s.partial.bytes() : 0);
+  const uint64_t each =
+      s.state.conv.bytes() + s.state.delta.bytes() + (s.partial ? s.partial.bytes() : 0);
   const size_t most = std::max<uint64_t>(2, kSnapshotBudget / std::max<uint64_t>(each, 1));
   while (snapshots_.size() >= most) drop_snapshot(0);
   snapshots_.push_back(std::move(s));
@@ -382,7 +398,8 @@ void Session::load_snapshot(const Snapshot& s) {
     if (s.partial) {
       const uint32_t block = engine_->kv.acquire();
       set_block(uint32_t(s.blocks.size()), block);
-      copy_block(s.partial, engine_->kv.tensor(block), uint32_t(s.ids.size()) % LILY_KV_BLOCK, list);
+      copy_block(s.partial, engine_->kv.tensor(block), uint32_t(s.ids.size()) % LILY_KV_BLOCK,
+                 list);
     }
     run(std::move(list));
   } catch (const LilyError&) {
@@ -405,7 +422,8 @@ void Session::restore(std::span<const uint32_t> ids, uint32_t limit) {
     if (fits && (!best || s.ids.size() > best->ids.size())) best = &s;
   }
   const uint32_t stored = best ? uint32_t(best->ids.size()) : 0;
-  if (consumed_ <= same && consumed_ >= stored && (consumed_ < limit || logits_valid_ || limit == 0)) {
+  if (consumed_ <= same && consumed_ >= stored &&
+      (consumed_ < limit || logits_valid_ || limit == 0)) {
     // The present state will do.
   } else if (previous_ != kNone && previous_ <= same && previous_ < limit && previous_ >= stored) {
     current_ ^= 1;
@@ -429,11 +447,13 @@ uint32_t Session::sync(std::span<const uint32_t> ids, std::span<const uint32_t> 
                        const std::function<void()>& poll) {
   return guarded([&] {
     if (ids.size() > engine_->max_context) {
-      throw std::invalid_argument(concat("prompt is too long: ", ids.size(), " tokens > ", engine_->max_context, " maximum"));
+      throw std::invalid_argument(concat("prompt is too long: ", ids.size(), " tokens > ",
+                                         engine_->max_context, " maximum"));
     }
     check_ids(ids, config_.vocab);
     for (uint32_t s : snapshot_at) {
-      if (s == 0 || s > ids.size()) throw std::invalid_argument(concat("snapshot_at is ", s, ", allowed 1 to ", ids.size()));
+      if (s == 0 || s > ids.size())
+        throw std::invalid_argument(concat("snapshot_at is ", s, ", allowed 1 to ", ids.size()));
     }
     land();
     // A copy: the caller's memory may be ours (tokens()), and restore changes ids_.
@@ -442,7 +462,8 @@ uint32_t Session::sync(std::span<const uint32_t> ids, std::span<const uint32_t> 
     const uint32_t reused = consumed_;
     generated_from_ = uint32_t(wanted.size());
     consume(std::span(wanted).subspan(reused), snapshot_at, poll);
-    if (std::find(snapshot_at.begin(), snapshot_at.end(), consumed_) != snapshot_at.end()) save_snapshot();
+    if (std::find(snapshot_at.begin(), snapshot_at.end(), consumed_) != snapshot_at.end())
+      save_snapshot();
     shown_ = logits_valid_ ? current_ : -1;
     return reused;
   });
@@ -450,7 +471,9 @@ uint32_t Session::sync(std::span<const uint32_t> ids, std::span<const uint32_t> 
 
 void Session::rewind(uint32_t position, const std::function<void()>& poll) {
   guarded([&] {
-    if (position > ids_.size()) throw std::invalid_argument(concat("rewind to ", position, ", the session has ", ids_.size(), " tokens"));
+    if (position > ids_.size())
+      throw std::invalid_argument(
+          concat("rewind to ", position, ", the session has ", ids_.size(), " tokens"));
     land();
     const std::vector<uint32_t> wanted(ids_.begin(), ids_.begin() + position);
     restore(wanted, position);
@@ -484,7 +507,8 @@ void Session::land() {
 void Session::record_sample(Recorder& r, int which) {
   const uint32_t vocab = config_.vocab;
   r.sample_scan({1, vocab, config_.token_limit}, {logits_[which], adjusted_, stats_}, step_);
-  r.sample_draw({1, vocab, config_.token_limit, kRing}, {logits_[which], adjusted_, stats_, ring_}, step_);
+  r.sample_draw({1, vocab, config_.token_limit, kRing}, {logits_[which], adjusted_, stats_, ring_},
+                step_);
 }
 Ticket Session::submit_sample() {
   ProgramRef& program = sample_programs_[current_];
@@ -514,7 +538,9 @@ Ticket Session::submit_step() {
     CommandList list;
     list.label = "decode step";
     Recorder r(*device_, list);
-    engine_->model.decode(r, *one_row_, {1, splits, true, step_, slabs, states_[from], states_[from ^ 1], logits_[from ^ 1]});
+    engine_->model.decode(
+        r, *one_row_,
+        {1, splits, true, step_, slabs, states_[from], states_[from ^ 1], logits_[from ^ 1]});
     record_sample(r, from ^ 1);
     program = device_->compile(std::move(list), true);
   }
@@ -536,10 +562,12 @@ SampledToken Session::take(Ticket ticket, uint32_t position) {
   device_->wait(ticket);
   Sampled s;
   std::memcpy(&s, ring_.buffer->host + ring_.offset + position % kRing * sizeof(Sampled), sizeof s);
-  check<DeviceError>(s.status != 2, "decode step at position ", position, ": the logits are all zero or not finite");
+  check<DeviceError>(s.status != 2, "decode step at position ", position,
+                     ": the logits are all zero or not finite");
   check(s.status != 3, "step: the mask allows no token");
-  check<DeviceError>(s.status == 1 && s.position == position && s.token < config_.token_limit, "decode step at position ",
-                     position, ": the sampler reported status ", s.status, ", token ", s.token, " at ", s.position);
+  check<DeviceError>(s.status == 1 && s.position == position && s.token < config_.token_limit,
+                     "decode step at position ", position, ": the sampler reported status ",
+                     s.status, ", token ", s.token, " at ", s.position);
   SampledToken t;
   t.id = s.token;
   t.logprob = s.logprob;
@@ -552,7 +580,8 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
   return guarded([&] {
     check(!ids_.empty(), "step: the session is empty, sync a prompt first");
     if (ids_.size() >= engine_->max_context) {
-      throw std::invalid_argument(concat("the context is full: ", ids_.size(), " of ", engine_->max_context, " tokens"));
+      throw std::invalid_argument(
+          concat("the context is full: ", ids_.size(), " of ", engine_->max_context, " tokens"));
     }
     verified_at_ = kNone;
     SlotSampling& options = host_step_.sampling[0];
@@ -596,7 +625,8 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
       }
       options.use_mask = allowed != nullptr;
       if (allowed) {
-        check(allowed->size() == (config_.vocab + 31) / 32, "step: the mask has ", allowed->size(), " words, needs ", (config_.vocab + 31) / 32);
+        check(allowed->size() == (config_.vocab + 31) / 32, "step: the mask has ", allowed->size(),
+              " words, needs ", (config_.vocab + 31) / 32);
         device_->upload(step_part(host_step_.mask_offset, allowed->size() * 4), allowed->data());
       }
       write_counts();
@@ -604,7 +634,8 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
       write_step({&last, 1}, position - 1);
       token = take(submit_sample(), position);
     }
-    generated_from_ = std::min(generated_from_, position);  // the call that wrote it may not have got so far
+    generated_from_ =
+        std::min(generated_from_, position);  // the call that wrote it may not have got so far
     ids_.push_back(token.id);
     shown_ = current_;
     if (lookahead && !flight_) {
@@ -617,16 +648,20 @@ SampledToken Session::step(const std::vector<uint32_t>* allowed) {
 void Session::set_sampling(const SamplingOptions& o) {
   guarded([&] {
     if (o.logprobs > LILY_MAX_LOGPROBS) {
-      throw std::invalid_argument(concat("logprobs is ", o.logprobs, ", allowed 0 to ", LILY_MAX_LOGPROBS));
+      throw std::invalid_argument(
+          concat("logprobs is ", o.logprobs, ", allowed 0 to ", LILY_MAX_LOGPROBS));
     }
     for (const auto& [token, value] : o.bias) {
-      if (token >= config_.vocab) throw std::invalid_argument(concat("logit bias for token ", token, ", the vocabulary has ", config_.vocab));
+      if (token >= config_.vocab)
+        throw std::invalid_argument(
+            concat("logit bias for token ", token, ", the vocabulary has ", config_.vocab));
     }
     land();
     sampling_ = o;
     SlotSampling& s = host_step_.sampling[0];
-    s = {o.temperature, o.top_p, o.min_p, o.presence, o.frequency, o.repetition, o.top_k, 0, !o.bias.empty(),
-         o.logprobs, uint32_t(o.seed), uint32_t(o.seed >> 32)};
+    s = {o.temperature,   o.top_p,      o.min_p,          o.presence,
+         o.frequency,     o.repetition, o.top_k,          0,
+         !o.bias.empty(), o.logprobs,   uint32_t(o.seed), uint32_t(o.seed >> 32)};
     if (!o.bias.empty()) {
       std::vector<float> bias(config_.vocab, 0.0f);
       for (const auto& [token, value] : o.bias) bias[token] = value;
@@ -644,19 +679,24 @@ std::vector<float> Session::logits() {
   });
 }
 
-std::vector<float> Session::forward(std::span<const uint32_t> ids, const std::function<void()>& poll) {
+std::vector<float> Session::forward(std::span<const uint32_t> ids,
+                                    const std::function<void()>& poll) {
   return guarded([&] {
-    if (ids.size() > 512) throw std::invalid_argument(concat("forward: ", ids.size(), " tokens, at most 512 rows of logits"));
+    if (ids.size() > 512)
+      throw std::invalid_argument(
+          concat("forward: ", ids.size(), " tokens, at most 512 rows of logits"));
     check_ids(ids, config_.vocab);
     if (ids_.size() + ids.size() > engine_->max_context) {
-      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
+      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ",
+                                         engine_->max_context, " maximum"));
     }
     if (ids.empty()) return std::vector<float>{};
     catch_up();
     verified_at_ = kNone;
     shown_ = -1;
     const uint64_t vocab = config_.vocab;
-    const uint32_t rows = uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
+    const uint32_t rows =
+        uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
     std::vector<float> out(ids.size() * vocab);
     const Tensor logits = device_->tensor(DType::f32, rows * vocab, "logits of a chunk");
     for (size_t at = 0; at < ids.size(); at += rows) {
@@ -678,24 +718,30 @@ std::vector<float> Session::forward(std::span<const uint32_t> ids, const std::fu
   });
 }
 
-std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(std::span<const uint32_t> ids,
-                                                                    std::span<const uint32_t> targets,
-                                                                    const std::function<void()>& poll) {
+std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(
+    std::span<const uint32_t> ids, std::span<const uint32_t> targets,
+    const std::function<void()>& poll) {
   return guarded([&] {
-    if (targets.size() != ids.size()) throw std::invalid_argument(concat("forward: ", targets.size(), " targets for ", ids.size(), " tokens"));
+    if (targets.size() != ids.size())
+      throw std::invalid_argument(
+          concat("forward: ", targets.size(), " targets for ", ids.size(), " tokens"));
     check_ids(ids, config_.vocab);
     for (uint32_t t : targets) {
-      if (t >= config_.vocab) throw std::invalid_argument(concat("forward: target ", t, ", the vocabulary has ", config_.vocab));
+      if (t >= config_.vocab)
+        throw std::invalid_argument(
+            concat("forward: target ", t, ", the vocabulary has ", config_.vocab));
     }
     if (ids_.size() + ids.size() > engine_->max_context) {
-      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
+      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ",
+                                         engine_->max_context, " maximum"));
     }
     if (ids.empty()) return std::pair<std::vector<float>, std::vector<uint32_t>>{};
     catch_up();
     verified_at_ = kNone;
     shown_ = -1;
     const uint64_t vocab = config_.vocab;
-    const uint32_t rows = uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
+    const uint32_t rows =
+        uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
     std::pair<std::vector<float>, std::vector<uint32_t>> out;
     out.first.resize(ids.size());
     out.second.resize(ids.size());
@@ -722,10 +768,13 @@ std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(std::span<co
 
 std::vector<float> Session::verify(std::span<const uint32_t> ids) {
   return guarded([&] {
-    if (ids.empty() || ids.size() > LILY_MAX_ROWS) throw std::invalid_argument(concat("verify: ", ids.size(), " tokens, allowed 1 to ", LILY_MAX_ROWS));
+    if (ids.empty() || ids.size() > LILY_MAX_ROWS)
+      throw std::invalid_argument(
+          concat("verify: ", ids.size(), " tokens, allowed 1 to ", LILY_MAX_ROWS));
     check_ids(ids, config_.vocab);
     if (ids_.size() + ids.size() > engine_->max_context) {
-      throw std::invalid_argument(concat("verify: ", ids_.size() + ids.size(), " tokens > ", engine_->max_context, " maximum"));
+      throw std::invalid_argument(concat("verify: ", ids_.size() + ids.size(), " tokens > ",
+                                         engine_->max_context, " maximum"));
     }
     catch_up();
     verified_at_ = kNone;
@@ -751,15 +800,19 @@ std::vector<float> Session::verify(std::span<const uint32_t> ids) {
 
 void Session::commit(uint32_t n) {
   guarded([&] {
-    check(verified_at_ != kNone && verified_at_ == consumed_, "commit: nothing was verified at this position");
-    if (n == 0 || n > verified_.size()) throw std::invalid_argument(concat("commit of ", n, " tokens, verified were ", verified_.size()));
+    check(verified_at_ != kNone && verified_at_ == consumed_,
+          "commit: nothing was verified at this position");
+    if (n == 0 || n > verified_.size())
+      throw std::invalid_argument(
+          concat("commit of ", n, " tokens, verified were ", verified_.size()));
     const std::span<const uint32_t> ids(verified_.data(), n);
     write_step(ids, consumed_);
     CommandList list;
     list.label = concat("commit of ", n, " rows");
     Recorder r(*device_, list);
     engine_->model.commit(r, *many_rows_, decode_args(n, 1, true, {}));
-    copy(many_logits_.slice(uint64_t(n - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1], list);
+    copy(many_logits_.slice(uint64_t(n - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1],
+         list);
     previous_ = kNone;
     shown_ = -1;
     run(std::move(list));

@@ -12,8 +12,8 @@ DeviceRef make_sim(bool, std::string& why) {
 std::vector<LaunchRecord> sim_records(const Program&) {
   throw LilyError("sim: this build does not include the emulated device");
 }
-std::vector<LaunchRecord> sim_run_library(Device&, const std::string&, const std::vector<std::string>&,
-                                          CommandList) {
+std::vector<LaunchRecord> sim_run_library(Device&, const std::string&,
+                                          const std::vector<std::string>&, CommandList) {
   throw LilyError("sim: this build does not include the emulated device");
 }
 }  // namespace lily
@@ -76,7 +76,8 @@ class SimBuffer : public Buffer {
 
  private:
   static void* map(size_t bytes, std::string_view name) {
-    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     check(at != MAP_FAILED, "sim: ", name, ": no ", bytes, " bytes of memory");
     return at;
   }
@@ -173,7 +174,8 @@ class SimDevice : public Device {
         seed_(seed) {}
   std::string name() const override { return "sim"; }
   std::string description() const override {
-    return concat("emulated threads over the kernel text, every access checked, seed ", seed_.state);
+    return concat("emulated threads over the kernel text, every access checked, seed ",
+                  seed_.state);
   }
   Family family() const override { return Family::sim; }
   uint64_t memory_limit() const override { return limit_; }
@@ -223,7 +225,8 @@ class SimDevice : public Device {
   }
 
   Ticket submit(const ProgramRef& program, const std::atomic<bool>* cancel) override {
-    return queue_.push([this, program, cancel] { run(static_cast<SimProgram&>(*program), cancel); });
+    return queue_.push(
+        [this, program, cancel] { run(static_cast<SimProgram&>(*program), cancel); });
   }
   void wait(Ticket ticket) override { queue_.wait(ticket); }
 
@@ -266,7 +269,8 @@ class SimDevice : public Device {
       if (missing[i] == 0) ready.push_back(i);
     }
     while (!ready.empty()) {
-      check<Cancelled>(!(cancel && cancel->load(std::memory_order_relaxed)), list.label, ": cancelled");
+      check<Cancelled>(!(cancel && cancel->load(std::memory_order_relaxed)), list.label,
+                       ": cancelled");
       std::swap(ready[seed_.below(uint32_t(ready.size()))], ready.back());
       const uint32_t i = ready.back();
       ready.pop_back();
@@ -281,8 +285,8 @@ class SimDevice : public Device {
     try {
       touched = sim::run(program.calls[i], seed_.next());
     } catch (const DeviceError& error) {
-      throw DeviceError(concat("sim: ", program.list.label, ", launch ", i, " of ", program.calls.size(), ": ",
-                               error.what()));
+      throw DeviceError(concat("sim: ", program.list.label, ", launch ", i, " of ",
+                               program.calls.size(), ": ", error.what()));
     }
     const std::lock_guard lock(program.mutex);
     LaunchRecord& record = program.records[i];
@@ -308,9 +312,11 @@ std::vector<LaunchRecord> sim_records(const Program& program) {
 }
 
 std::vector<LaunchRecord> sim_run_library(Device& device, const std::string& path,
-                                          const std::vector<std::string>& symbols, CommandList list) {
+                                          const std::vector<std::string>& symbols,
+                                          CommandList list) {
   auto* sim = dynamic_cast<SimDevice*>(&device);
-  check(sim != nullptr, "sim: kernels of a library run on the emulated device only, not on ", device.name());
+  check(sim != nullptr, "sim: kernels of a library run on the emulated device only, not on ",
+        device.name());
   check(symbols.size() == list.launches.size(), "sim: ", symbols.size(), " symbols for ",
         list.launches.size(), " launches");
   void* library = open_library(path);
@@ -339,7 +345,8 @@ DeviceRef make_sim(bool exact, std::string& why) {
   const char* text = std::getenv("LILY_SIM_SEED");
   char* end = nullptr;
   const uint64_t seed = text ? std::strtoull(text, &end, 10) : 1;
-  check(text == nullptr || (end != text && *end == 0), "LILY_SIM_SEED is \"", text, "\", wants a number");
+  check(text == nullptr || (end != text && *end == 0), "LILY_SIM_SEED is \"", text,
+        "\", wants a number");
   const char* library = std::getenv("LILY_SIM_KERNELS");
   return host_device<SimDevice>(exact, seed, library ? open_library(library) : nullptr);
 }

@@ -10,7 +10,8 @@ static inline void load8(device const act_t* p, thread float (&v)[8]) {
 #ifdef LILY_EXACT
   UNROLL for (uint j = 0; j < 2; ++j) {
     const float4 f = load4(p + 4 * j);
-    UNROLL for (uint e = 0; e < 4; ++e) v[4 * j + e] = f[e];
+    UNROLL for (uint e = 0; e < 4; ++e)
+      v[4 * j + e] = f[e];
   }
 #else
   const uint4 u = *(device const uint4*)p;
@@ -37,7 +38,8 @@ static inline void norm_rope(device const act_t* x, device const float* gain,
                              uint lane, thread float (&y)[8]) {
   load8(x + lane * 8, y);
   float sum = 0.0f;
-  UNROLL for (uint e = 0; e < 8; ++e) sum = fma(y[e], y[e], sum);
+  UNROLL for (uint e = 0; e < 8; ++e)
+    sum = fma(y[e], y[e], sum);
   const float inv = inv_sqrt(simd_sum(sum) / float(LILY_HEAD_DIM) + eps);
   const uint pairs = rotary / 2;
   UNROLL for (uint e = 0; e < 8; ++e) {
@@ -84,12 +86,14 @@ static inline float sum8(thread float (&s)[8], uint lane) {
 static inline void load_q(threadgroup const float* q, uint lane, thread float (&v)[8]) {
   UNROLL for (uint j = 0; j < 2; ++j) {
     const float4 f = *(threadgroup const float4*)(q + 128 * j + 4 * lane);
-    UNROLL for (uint e = 0; e < 4; ++e) v[4 * j + e] = f[e];
+    UNROLL for (uint e = 0; e < 4; ++e)
+      v[4 * j + e] = f[e];
   }
 }
 static inline float dot8(thread const float (&a)[8], thread const float (&b)[8]) {
   float d = 0.0f;
-  UNROLL for (uint e = 0; e < 8; ++e) d = fma(a[e], b[e], d);
+  UNROLL for (uint e = 0; e < 8; ++e)
+    d = fma(a[e], b[e], d);
   return d;
 }
 
@@ -139,7 +143,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
     for (uint h = 0; h < ratio; ++h) {
       float qh[8], s[8];
       load_q(q + h * LILY_HEAD_DIM, lane, qh);
-      UNROLL for (uint j = 0; j < STEP_KEYS; ++j) s[j] = dot8(qh, k[j]);
+      UNROLL for (uint j = 0; j < STEP_KEYS; ++j)
+        s[j] = dot8(qh, k[j]);
       const float score = sum8(s, lane);
       const uint i = b + lane / 4;
       if ((lane & 3) == 0 && i < cached) scores[h * LILY_KV_BLOCK + i] = score;
@@ -149,7 +154,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
     const ulong from = (ulong)(first + (start + i - p0)) * p.proj_stride;
     float k[8];
     norm_rope(new_k + from, k_gain, inv_freq, p.rotary, start + i, p.eps, lane, k);
-    UNROLL for (uint e = 0; e < 8; ++e) k[e] = round_act(k[e]);  // as the cache holds it
+    UNROLL for (uint e = 0; e < 8; ++e)
+      k[e] = round_act(k[e]);     // as the cache holds it
     if (start + i == position) {  // the row's own: this group appends it
       float v[8];
       load8(new_v + from + lane * 8, v);
@@ -159,7 +165,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
     for (uint h = 0; h < ratio; ++h) {
       float qh[8], s[8];
       load_q(q + h * LILY_HEAD_DIM, lane, qh);
-      UNROLL for (uint j = 0; j < 8; ++j) s[j] = dot8(qh, k);
+      UNROLL for (uint j = 0; j < 8; ++j)
+        s[j] = dot8(qh, k);
       const float score = sum8(s, lane);  // not simd_sum: a cached key's bits
       if (lane == 0) scores[h * LILY_KV_BLOCK + i] = score;
     }
@@ -190,7 +197,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
   const uint part = simd / 2, d = (tid & 63) * 4;
   float acc[STEP_HEADS][4];
   UNROLL for (uint h = 0; h < STEP_HEADS; ++h) {
-    UNROLL for (uint e = 0; e < 4; ++e) acc[h][e] = 0.0f;
+    UNROLL for (uint e = 0; e < 4; ++e)
+      acc[h][e] = 0.0f;
   }
   for (uint b = part * STEP_KEYS; b < n; b += 4 * STEP_KEYS) {
     float4 v[STEP_KEYS];
@@ -205,7 +213,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
         UNROLL for (uint j = 0; j < STEP_KEYS; j += 4) {
           const float4 w = *(threadgroup const float4*)(scores + h * LILY_KV_BLOCK + b + j);
           UNROLL for (uint c = 0; c < 4; ++c) {
-            UNROLL for (uint e = 0; e < 4; ++e) acc[h][e] = fma(w[c], v[j + c][e], acc[h][e]);
+            UNROLL for (uint e = 0; e < 4; ++e)
+              acc[h][e] = fma(w[c], v[j + c][e], acc[h][e]);
           }
         }
       }
@@ -223,7 +232,8 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
     for (uint h = h0; h < min(h0 + 8, ratio); ++h) {
       threadgroup const float* sums = pool + (h - h0) * LILY_HEAD_DIM + tid;
       float total = 0.0f;
-      UNROLL for (uint c = 0; c < 4; ++c) total += sums[c * 8 * LILY_HEAD_DIM];
+      UNROLL for (uint c = 0; c < 4; ++c)
+        total += sums[c * 8 * LILY_HEAD_DIM];
       out[h * out_head + 2 + tid] = total;
     }
   }
@@ -248,7 +258,8 @@ static inline void combine(device const float* parts, uint n, uint lane, thread 
   for (uint s = lane; s < n; s += 32) top = max(top, parts[(ulong)s * LILY_PARTIAL]);
   top = simd_max(top);
   total = 0.0f;
-  UNROLL for (uint e = 0; e < 8; ++e) acc[e] = 0.0f;
+  UNROLL for (uint e = 0; e < 8; ++e)
+    acc[e] = 0.0f;
   for (uint s0 = 0; s0 < n; s0 += 32) {
     float weight = 0.0f, sum = 0.0f;
     if (s0 + lane < n) {
@@ -316,7 +327,8 @@ static inline void attn_out_body(device const uint* codes, device const uint* pa
   if (row >= step->rows) return;
   const uint splits = p.combined ? 1 : valid_splits(step, row);
   float sum[OUT_N];
-  UNROLL for (uint j = 0; j < OUT_N; ++j) sum[j] = 0.0f;
+  UNROLL for (uint j = 0; j < OUT_N; ++j)
+    sum[j] = 0.0f;
   for (uint c = 0; c < k; c += OUT_SIMDS * LILY_HEAD_DIM) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint head = c / LILY_HEAD_DIM + simd;
@@ -326,7 +338,8 @@ static inline void attn_out_body(device const uint* codes, device const uint* pa
               total, acc);
       load8(proj + (ulong)row * p.proj_stride + (2 * head + 1) * LILY_HEAD_DIM + lane * 8, gate);
       threadgroup float* to = o + (simd * 8 + lane / 4) * OUT_LD + lane % 4 * 8;
-      UNROLL for (uint e = 0; e < 8; ++e) to[e] = acc[e] / total * sigmoid(gate[e]);
+      UNROLL for (uint e = 0; e < 8; ++e)
+        to[e] = acc[e] / total * sigmoid(gate[e]);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint k0 = c + lane * 32;
@@ -356,7 +369,8 @@ static inline void attn_out_body(device const uint* codes, device const uint* pa
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (tid == 0) {
     float total = 0.0f;
-    UNROLL for (uint j = 0; j < LILY_OUT_ROWS; ++j) total += squares[j];
+    UNROLL for (uint j = 0; j < LILY_OUT_ROWS; ++j)
+      total += squares[j];
     ssq[(ulong)row * (p.w.n / LILY_OUT_ROWS) + group.x] = total;
   }
 }
@@ -457,7 +471,8 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
     *(threadgroup uint4*)(tq + r * FLASH_LDQ + c) = v;
   }
   Tile<FLASH_M, FLASH_COLS> o[FLASH_PIECES];
-  UNROLL for (uint c = 0; c < FLASH_PIECES; ++c) tile_zero(o[c]);
+  UNROLL for (uint c = 0; c < FLASH_PIECES; ++c)
+    tile_zero(o[c]);
   // This thread's row in the softmax, the last key it sees, running maximum and sum.
   const uint row = tid / FLASH_SHARE, share = tid % FLASH_SHARE;
   const uint row_last = min(p.position + q0 + row / ratio, last);
@@ -487,7 +502,8 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
         e[i] = key0 + key <= row_last ? ts[row * FLASH_LDS + key] * p.scale : -INFINITY;
         m = max(m, e[i]);
       }
-      UNROLL for (ushort w = 1; w < FLASH_SHARE; w <<= 1) m = max(m, simd_shuffle_xor(m, w));
+      UNROLL for (ushort w = 1; w < FLASH_SHARE; w <<= 1)
+        m = max(m, simd_shuffle_xor(m, w));
       UNROLL for (uint i = 0; i < FLASH_KEYS / FLASH_SHARE; ++i) {
         // P is rounded to act for the product with V; the sum takes what was rounded, so that the
         // weights still add up to 1. Key 0 is seen by every row, so m is finite.
@@ -495,7 +511,8 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
         tp[row * FLASH_LDP + i * FLASH_SHARE + share] = to_act(e[i]);
         sum += e[i];
       }
-      UNROLL for (ushort w = 1; w < FLASH_SHARE; w <<= 1) sum += simd_shuffle_xor(sum, w);
+      UNROLL for (ushort w = 1; w < FLASH_SHARE; w <<= 1)
+        sum += simd_shuffle_xor(sum, w);
       const float factor = exp_(top - m);
       total = fma(total, factor, sum);
       top = m;

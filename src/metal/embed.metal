@@ -19,7 +19,8 @@ static inline float embed_body(device const uint* codes, device const uint* pair
         sb = scale_bias(pairs[row + (k0 >> w.group_shift)], w.scale_f16);
       }
     } else {
-      UNROLL for (uint j = 0; j < 32; ++j) q[j] = NAN;
+      UNROLL for (uint j = 0; j < 32; ++j)
+        q[j] = NAN;
     }
     UNROLL for (uint j = 0; j < 8; ++j) {
       float4 v;

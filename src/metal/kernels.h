@@ -42,7 +42,7 @@ struct Linear {
 // float[slots][vocab] bias.
 struct Sampled {  // what a sampling step reports, one ring entry
   uint token;
-  uint status;  // 1: right, 2: logits were not finite or all zero, 3: no token allowed
+  uint status;    // 1: right, 2: logits were not finite or all zero, 3: no token allowed
   uint position;  // position the token takes in its sequence
   float logprob;  // of the raw distribution
   uint top_id[LILY_MAX_LOGPROBS];
@@ -53,14 +53,14 @@ struct SlotSampling {
   float top_p;        // 1: off
   float min_p;        // 0: off
   float presence, frequency;
-  float repetition;   // 1: off
-  uint top_k;         // 0: off
+  float repetition;  // 1: off
+  uint top_k;        // 0: off
   uint use_mask, use_bias;
-  uint logprobs;      // alternatives to report, at most LILY_MAX_LOGPROBS
+  uint logprobs;  // alternatives to report, at most LILY_MAX_LOGPROBS
   uint seed_low, seed_high;
 };
 struct Step {
-  uint rows;                     // valid rows; further rows of a launch exit
+  uint rows;                        // valid rows; further rows of a launch exit
   uint pages_offset, pages_stride;  // bytes, entries
   uint counts_offset, prompt_counts_offset, mask_offset, bias_offset;  // bytes
   uint pad;
@@ -74,23 +74,40 @@ struct Step {
 // Buffers of each op in binding order follow its params; `act` is the activation type (bf16 or
 // fp32); [..] are shapes. R = rows of the launch. "io" is read and written.
 
-struct Embed { Linear w; uint rows; };
+struct Embed {
+  Linear w;
+  uint rows;
+};
 // codes, pairs, ids uint[R], x out act[R][k], ssq out float[R] (sum of squares of the stored row)
 
 // y[:, y_offset : y_offset + n] = W (gain * x) * rsqrt(sum(ssq) / k + eps): norm and projection.
-struct Project { Linear w; uint rows, ssq_parts, y_stride, y_offset, out_f32; float eps; };
+struct Project {
+  Linear w;
+  uint rows, ssq_parts, y_stride, y_offset, out_f32;
+  float eps;
+};
 // codes, pairs, x act[R][k], gain float[k], ssq float[R][ssq_parts], y out (act or float)[R][y_stride]; Step: rows
 
 // x += W (u * rsqrt(mean of the head's squares + eps)); u is gated already (delta_step).
-struct DeltaOut { Linear w; uint rows, heads, head_parts; float eps; };
+struct DeltaOut {
+  Linear w;
+  uint rows, heads, head_parts;
+  float eps;
+};
 // codes, pairs, u act[R][k], head_ssq float[R][heads][head_parts], x io act[R][n], ssq out float[R][n / LILY_OUT_ROWS]; Step
 
 // x += W (combine(partials) * sigmoid(gate)); gate at proj[row][head * 512 + 256 ...].
-struct AttnOut { Linear w; uint rows, heads, splits, combined, proj_stride; };
+struct AttnOut {
+  Linear w;
+  uint rows, heads, splits, combined, proj_stride;
+};
 // codes, pairs, partial float[R][heads][splits][258], proj act[R][proj_stride], x io act[R][n], ssq out float[R][n / LILY_OUT_ROWS]; Step: rows, position
 // splits: entries per head in `partial`. Valid ones: 1 when combined, else position / 256 + 1.
 
-struct Route { uint expert; float weight; };
+struct Route {
+  uint expert;
+  float weight;
+};
 // Top-k of the softmax (ties to the lowest id, weights renormalised), gate/up of the chosen and the
 // shared expert, SwiGLU. Slots slot_begin .. slot_begin + slots - 1 of 0 .. top_k; slot top_k is the shared one.
 struct ExpertUp {
@@ -112,7 +129,8 @@ struct ExpertDown {
 // Convolution + silu, l2 norm of q and k, gates, delta rule over the rows of each slot in order;
 // u = o * gain * silu(z); head_ssq = partial sums of o^2.
 struct DeltaStep {
-  uint rows, key_heads, value_heads, proj_stride, z_offset, a_offset, b_offset, head_parts, write_state, slots;
+  uint rows, key_heads, value_heads, proj_stride, z_offset, a_offset, b_offset, head_parts,
+      write_state, slots;
 };
 // proj act[R][proj_stride] (q | k | v at 0), conv_w float[channels][4], neg_exp_a float[Hv], dt_bias float[Hv], gain float[128],
 // conv_in act[slots][3][channels], state_in float[slots][Hv][128 v][128 k], conv_out out, state_out out (same shapes), u out act[R][Hv * 128], head_ssq out float[R][Hv][head_parts]; Step: rows, slot
@@ -126,19 +144,29 @@ struct AttnStep {
 };
 // proj act[R][proj_stride] (per head 256 q, 256 gate), q_gain float[256], k_gain float[256], inv_freq float[rotary / 2],
 // partial out float[R][heads][splits][258]; unbound: KV pages io; Step: rows, slot, position, pages
-struct AttnCombine { uint rows, heads, splits; };
+struct AttnCombine {
+  uint rows, heads, splits;
+};
 // partial float[R][heads][splits][258], combined out float[R][heads][1][258] (same arithmetic as attn_out's own combine); Step
 
 // ---- prefill: R rows of one slot, any number -------------------------------------------------
-struct RmsNorm { uint rows, k; float eps; };
+struct RmsNorm {
+  uint rows, k;
+  float eps;
+};
 // x act[R][k], gain float[k], h out act[R][k]
 
 enum MatmulMode { kMatmulAct = 0, kMatmulF32 = 1, kMatmulAdd = 2, kMatmulSwiglu = 3 };
-struct Matmul { Linear w; uint rows, y_stride, y_offset, mode; };
+struct Matmul {
+  Linear w;
+  uint rows, y_stride, y_offset, mode;
+};
 // codes, pairs, h act[R][k], y: mode 0 out act[R][y_stride], 1 out float[R][y_stride], 2 io act[R][y_stride] (+=),
 // 3 out act[R][y_stride] with n / 2 columns: silu(even row) * odd row
 
-struct DeltaPrep { uint rows, key_heads, value_heads, proj_stride, a_offset, b_offset; };
+struct DeltaPrep {
+  uint rows, key_heads, value_heads, proj_stride, a_offset, b_offset;
+};
 // proj, conv_w, neg_exp_a, dt_bias, conv_in act[3][channels], conv_out out act[3][channels],
 // q out float[R][Hk][128] (normalised, times 1/sqrt(128)), k out float[R][Hk][128], v out float[R][Hv][128], g out float[R][Hv] (log decay), beta out float[R][Hv]
 
@@ -146,42 +174,72 @@ struct DeltaPrep { uint rows, key_heads, value_heads, proj_stride, a_offset, b_o
 // with G the running sum of g inside the chunk, T = (I + tril(beta_i exp(G_i - G_j) k_i.k_j, -1))^-1:
 // w = T (beta exp(G) k), u = T (beta v), scores_ij = exp(G_i - G_j) q_i.k_j for j <= i, else 0
 // (j counts inside the chunk): all that needs no state, so that the scan has little left to do.
-struct DeltaWy { uint rows, key_heads, value_heads; };
+struct DeltaWy {
+  uint rows, key_heads, value_heads;
+};
 // q, k, v, g, beta, w io float[R][Hv][128], u io float[R][Hv][128], scores out float[R][Hv][LILY_CHUNK]
 // (w and u: rows written earlier by the same thread are read again)
 // Scan over the chunks of each value head with the state carried: o and the new state.
-struct DeltaScan { uint rows, key_heads, value_heads; };
+struct DeltaScan {
+  uint rows, key_heads, value_heads;
+};
 // q, k, g, w, u, scores, state_in float[Hv][128 v][128 k], state_out out, o out float[R][Hv][128]
-struct GatedNorm { uint rows, heads, proj_stride, z_offset; float eps; };
+struct GatedNorm {
+  uint rows, heads, proj_stride, z_offset;
+  float eps;
+};
 // o float[R][heads][128], proj act (z), gain float[128], y out act[R][heads * 128]
 
-struct QkvRope { uint rows, position, slot, heads, kv_heads, rotary, proj_stride, k_offset, v_offset, layer; float eps; };
+struct QkvRope {
+  uint rows, position, slot, heads, kv_heads, rotary, proj_stride, k_offset, v_offset, layer;
+  float eps;
+};
 // proj, q_gain, k_gain, inv_freq, q out act[R][heads][256]; unbound: KV pages write; Step: pages
-struct Flash { uint rows, position, slot, heads, kv_heads, proj_stride, layer; float scale; };
+struct Flash {
+  uint rows, position, slot, heads, kv_heads, proj_stride, layer;
+  float scale;
+};
 // q act[R][heads][256], proj act (gate), y out act[R][heads * 256] (times sigmoid(gate)); unbound: KV pages read; Step: pages
 
-struct RouteRows { uint rows, experts, top_k, logits_stride; };
+struct RouteRows {
+  uint rows, experts, top_k, logits_stride;
+};
 // logits float[R][logits_stride], route out Route[R][top_k + 1] (last: shared, weight sigmoid of its logit)
-struct GroupRows { uint rows, experts, top_k, tile; };
+struct GroupRows {
+  uint rows, experts, top_k, tile;
+};
 // route, order out uint[R * top_k] (pair index row * top_k + slot, sorted by expert, stable), offsets out uint[experts + 1],
 // tiles out uint[1 + 2 * max_tiles]: count, then (expert, first position in order) per tile of `tile` pairs, max_tiles = R * top_k / tile + experts
-struct ExpertMatmul { Linear w; uint rows, experts, top_k, tile, swiglu; };
+struct ExpertMatmul {
+  Linear w;
+  uint rows, experts, top_k, tile, swiglu;
+};
 // codes, pairs, h act: swiglu 1: [R][k], row of pair / top_k; 0: [R * top_k][k], row = pair,
 // order, offsets, tiles, y out act[R * top_k][n / 2 or n], row = pair
-struct MoeCombine { uint rows, hidden, top_k, shared; };
+struct MoeCombine {
+  uint rows, hidden, top_k, shared;
+};
 // down act[R * top_k][hidden], shared_out act[R][hidden], route, x io act[R][hidden]
 
 // ---- head and sampling ------------------------------------------------------------------------
-struct Score { uint rows, vocab; };
+struct Score {
+  uint rows, vocab;
+};
 // logits float[R][vocab], targets uint[R], logprob out float[R], argmax out uint[R]
 // Penalties, bias, temperature and the mask; per block of 1024 tokens its partial statistics.
-struct SampleScan { uint rows, vocab, token_limit; };
+struct SampleScan {
+  uint rows, vocab, token_limit;
+};
 // logits float[R][vocab], adjusted out float[R][vocab], stats out float[R][blocks][8]; Step io
 // Top-k, top-p, min-p, draw (Gumbel, Philox(seed; position, token)); log-probabilities of the raw
 // logits; writes the ring entry position % ring and advances Step: id, position, counts.
-struct SampleDraw { uint rows, vocab, token_limit, ring; };
+struct SampleDraw {
+  uint rows, vocab, token_limit, ring;
+};
 // logits, adjusted, stats, ring out Sampled[rows][ring]; Step io
-struct CopyBytes { ulong bytes; };
+struct CopyBytes {
+  ulong bytes;
+};
 // from, to out (multiples of 4 bytes)
 
 // ---- the lists --------------------------------------------------------------------------------

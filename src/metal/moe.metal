@@ -53,7 +53,9 @@ static inline float choice_weight(uint key, uint top_k, uint lane) {
 
 // uints of one expert's codes and pairs.
 template <uint BITS>
-static inline ulong expert_codes(PARAM_REF(Linear) w) { return (ulong)w.n * w.k * BITS / 32; }
+static inline ulong expert_codes(PARAM_REF(Linear) w) {
+  return (ulong)w.n * w.k * BITS / 32;
+}
 template <uint BITS>
 static inline ulong expert_pairs(PARAM_REF(Linear) w) {
   return BITS == 16 ? 0 : (ulong)w.n * (w.k >> w.group_shift);
@@ -70,7 +72,8 @@ static inline void expert_up_body(device const uint* codes, device const uint* p
                                   uint ssq_parts, float eps, uint u0, uint lane) {
   const uint k = w.k;
   float acc[2 * EXPERT_UP_UNITS];
-  UNROLL for (uint j = 0; j < 2 * EXPERT_UP_UNITS; ++j) acc[j] = 0.0f;
+  UNROLL for (uint j = 0; j < 2 * EXPERT_UP_UNITS; ++j)
+    acc[j] = 0.0f;
   for (uint k0 = lane * 32; k0 < k; k0 += 1024) {
     float xs[32], x_sum = 0.0f;
     UNROLL for (uint j = 0; j < 8; ++j) {

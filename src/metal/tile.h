@@ -67,7 +67,8 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* 
       }
       UNROLL for (uint m = 0; m < M / 16; ++m) {
         thread float* d = t.v + (m * (N / 8) + n) * 4;
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(ra[m][0]), "r"(ra[m][1]), "r"(ra[m][2]), "r"(ra[m][3]), "r"(b0), "r"(b1));
       }
@@ -81,7 +82,8 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a
   const uint g = tile_lane() / 4, c = (tile_lane() & 3) * 2;
   for (uint k = 0; k < k_count; ++k) {
     float ra[M / 8];
-    UNROLL for (uint s = 0; s < M / 8; ++s) ra[s] = a[((s / 2) * 16 + g + (s & 1) * 8) * lda + k];
+    UNROLL for (uint s = 0; s < M / 8; ++s)
+      ra[s] = a[((s / 2) * 16 + g + (s & 1) * 8) * lda + k];
     UNROLL for (uint n = 0; n < N / 8; ++n) {
       float rb[2];
       UNROLL for (uint e = 0; e < 2; ++e) {
@@ -132,27 +134,40 @@ extern "C" {
 __attribute__((const)) uint lily_sim_tile_map(uint m, uint n, uint i);
 // Collectives: the runtime computes the whole simdgroup's result when all lanes have arrived.
 // transposed: B is [N][ldb], else [K][ldb]; bf16: operand type.
-LILY_COLLECTIVE void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const void* a, uint lda, const void* b, uint ldb, int transposed, int bf16);
+LILY_COLLECTIVE void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const void* a, uint lda,
+                                       const void* b, uint ldb, int transposed, int bf16);
 LILY_COLLECTIVE void lily_sim_tile_reduce(const float* v, uint m, uint n, int is_max, float* out);
 }
 template <uint M, uint N>
-static inline uint tile_row(uint i) { return lily_sim_tile_map(M, N, i) >> 16; }
+static inline uint tile_row(uint i) {
+  return lily_sim_tile_map(M, N, i) >> 16;
+}
 template <uint M, uint N>
-static inline uint tile_col(uint i) { return lily_sim_tile_map(M, N, i) & 0xffffu; }
+static inline uint tile_col(uint i) {
+  return lily_sim_tile_map(M, N, i) & 0xffffu;
+}
 template <uint M, uint N>
-static inline constexpr uint tile_slot(uint i) { return i; }
+static inline constexpr uint tile_slot(uint i) {
+  return i;
+}
 template <bool TRANSPOSED, uint M, uint N>
-static inline void tile_mma_any(Tile<M, N>& t, const bfloat* a, uint lda, const bfloat* b, uint ldb, uint k) {
+static inline void tile_mma_any(Tile<M, N>& t, const bfloat* a, uint lda, const bfloat* b, uint ldb,
+                                uint k) {
   lily_sim_tile_mma(t.v, M, N, k, a, lda, b, ldb, TRANSPOSED, 1);
 }
 template <bool TRANSPOSED, uint M, uint N>
-static inline void tile_mma_any(Tile<M, N>& t, const float* a, uint lda, const float* b, uint ldb, uint k) {
+static inline void tile_mma_any(Tile<M, N>& t, const float* a, uint lda, const float* b, uint ldb,
+                                uint k) {
   lily_sim_tile_mma(t.v, M, N, k, a, lda, b, ldb, TRANSPOSED, 0);
 }
 template <uint M, uint N>
-static inline void tile_row_max(const Tile<M, N>& t, float (&out)[M * N / 32]) { lily_sim_tile_reduce(t.v, M, N, 1, out); }
+static inline void tile_row_max(const Tile<M, N>& t, float (&out)[M * N / 32]) {
+  lily_sim_tile_reduce(t.v, M, N, 1, out);
+}
 template <uint M, uint N>
-static inline void tile_row_sum(const Tile<M, N>& t, float (&out)[M * N / 32]) { lily_sim_tile_reduce(t.v, M, N, 0, out); }
+static inline void tile_row_sum(const Tile<M, N>& t, float (&out)[M * N / 32]) {
+  lily_sim_tile_reduce(t.v, M, N, 0, out);
+}
 
 #else
 #error "tile.h: no tile for this target yet"
@@ -161,19 +176,23 @@ static inline void tile_row_sum(const Tile<M, N>& t, float (&out)[M * N / 32]) {
 // ---- common to all targets ----------------------------------------------------------------------
 template <uint M, uint N>
 static inline void tile_zero(thread Tile<M, N>& t) {
-  UNROLL for (uint i = 0; i < M * N / 32; ++i) t.v[i] = 0.0f;
+  UNROLL for (uint i = 0; i < M * N / 32; ++i)
+    t.v[i] = 0.0f;
 }
 template <uint M, uint N, typename T>
-static inline void tile_mma(thread Tile<M, N>& t, threadgroup const T* a, uint lda, threadgroup const T* b, uint ldb, uint k) {
+static inline void tile_mma(thread Tile<M, N>& t, threadgroup const T* a, uint lda,
+                            threadgroup const T* b, uint ldb, uint k) {
   tile_mma_any<true>(t, a, lda, b, ldb, k);
 }
 template <uint M, uint N, typename T>
-static inline void tile_mma_nn(thread Tile<M, N>& t, threadgroup const T* a, uint lda, threadgroup const T* b, uint ldb, uint k) {
+static inline void tile_mma_nn(thread Tile<M, N>& t, threadgroup const T* a, uint lda,
+                               threadgroup const T* b, uint ldb, uint k) {
   tile_mma_any<false>(t, a, lda, b, ldb, k);
 }
 template <uint M, uint N, uint SLOTS>
 static inline void tile_scale_rows(thread Tile<M, N>& t, thread const float (&factor)[SLOTS]) {
-  UNROLL for (uint i = 0; i < M * N / 32; ++i) t.v[i] *= factor[tile_slot<M, N>(i)];
+  UNROLL for (uint i = 0; i < M * N / 32; ++i)
+    t.v[i] *= factor[tile_slot<M, N>(i)];
 }
 static inline void tile_put(threadgroup float* to, float v) { *to = v; }
 #ifndef LILY_EXACT
@@ -181,7 +200,8 @@ static inline void tile_put(threadgroup act_t* to, float v) { *to = to_act(v); }
 #endif
 template <uint M, uint N, typename T>
 static inline void tile_store(thread const Tile<M, N>& t, threadgroup T* to, uint ld) {
-  UNROLL for (uint i = 0; i < M * N / 32; ++i) tile_put(to + tile_row<M, N>(i) * ld + tile_col<M, N>(i), t.v[i]);
+  UNROLL for (uint i = 0; i < M * N / 32; ++i)
+    tile_put(to + tile_row<M, N>(i) * ld + tile_col<M, N>(i), t.v[i]);
 }
 
 #endif  // LILY_TILE_H

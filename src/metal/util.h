@@ -124,7 +124,8 @@ static inline float exp_(float x) {
   e = fma(e, r, 1.0f);
   e = fma(e, r, 1.0f);
   const int k = int(n), half_k = k / 2;
-  return e * as_type<float>(uint(half_k + 127) << 23) * as_type<float>(uint(k - half_k + 127) << 23);
+  return e * as_type<float>(uint(half_k + 127) << 23) *
+         as_type<float>(uint(k - half_k + 127) << 23);
 }
 
 // 2 atanh(s) for small s: the odd series of the logarithm.
@@ -177,7 +178,8 @@ static inline float2 sin_cos(float x) {
 
 // ---- reductions over a threadgroup ------------------------------------------------------------
 // Every thread calls it with scratch of one float per simdgroup and gets the result; order fixed.
-static inline float group_sum(float v, threadgroup float* scratch, uint lane, uint simd, uint simds) {
+static inline float group_sum(float v, threadgroup float* scratch, uint lane, uint simd,
+                              uint simds) {
   v = simd_sum(v);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (lane == 0) scratch[simd] = v;
@@ -186,7 +188,8 @@ static inline float group_sum(float v, threadgroup float* scratch, uint lane, ui
   for (uint i = 0; i < simds; ++i) total += scratch[i];
   return total;
 }
-static inline float group_max(float v, threadgroup float* scratch, uint lane, uint simd, uint simds) {
+static inline float group_max(float v, threadgroup float* scratch, uint lane, uint simd,
+                              uint simds) {
   v = simd_max(v);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (lane == 0) scratch[simd] = v;
@@ -215,13 +218,15 @@ static inline void load_codes32(device const uint* at, thread float (&q)[32]) {
   if (BITS == 4) {
     const uint4 w = *(device const uint4*)at;
     UNROLL for (uint c = 0; c < 4; ++c) {
-      UNROLL for (uint j = 0; j < 8; ++j) q[8 * c + j] = float((w[c] >> (4 * j)) & 15u);
+      UNROLL for (uint j = 0; j < 8; ++j)
+        q[8 * c + j] = float((w[c] >> (4 * j)) & 15u);
     }
   } else if (BITS == 8) {
     UNROLL for (uint b = 0; b < 2; ++b) {
       const uint4 w = ((device const uint4*)at)[b];
       UNROLL for (uint c = 0; c < 4; ++c) {
-        UNROLL for (uint j = 0; j < 4; ++j) q[16 * b + 4 * c + j] = float((w[c] >> (8 * j)) & 255u);
+        UNROLL for (uint j = 0; j < 4; ++j)
+          q[16 * b + 4 * c + j] = float((w[c] >> (8 * j)) & 255u);
       }
     }
   } else {
@@ -242,16 +247,21 @@ static inline float dot32(device const uint* codes, device const uint* pairs, PA
   float q[32];
   load_codes32<BITS>(codes + (row * row_bytes(w.k, BITS) + (ulong)k0 * BITS / 8) / 4, q);
   float d = 0.0f;
-  UNROLL for (uint j = 0; j < 32; ++j) d = fma(q[j], x[j], d);
+  UNROLL for (uint j = 0; j < 32; ++j)
+    d = fma(q[j], x[j], d);
   if (BITS == 16) return d;
-  const float2 sb = scale_bias(pairs[row * (w.k >> w.group_shift) + (k0 >> w.group_shift)], w.scale_f16);
+  const float2 sb =
+      scale_bias(pairs[row * (w.k >> w.group_shift) + (k0 >> w.group_shift)], w.scale_f16);
   return fma(sb.x, d, sb.y * x_sum);
 }
 
 // ---- Step's trailing arrays -------------------------------------------------------------------
-struct KvPage { device act_t* data; };  // act[layers][2][kv_heads][LILY_KV_BLOCK][LILY_HEAD_DIM]
+struct KvPage {
+  device act_t* data;
+};  // act[layers][2][kv_heads][LILY_KV_BLOCK][LILY_HEAD_DIM]
 static inline device act_t* kv_block(device const Step* step, uint slot, uint block) {
-  device const KvPage* pages = (device const KvPage*)((device const uchar*)step + step->pages_offset);
+  device const KvPage* pages =
+      (device const KvPage*)((device const uchar*)step + step->pages_offset);
   return pages[(ulong)slot * step->pages_stride + block].data;
 }
 

@@ -383,15 +383,7 @@ void attn_out(const TwinCall& call) {
       for (uint32_t r = 0; r < rows; ++r) {
         Act* x = arg<Act>(call, 4) + size_t(r) * p.w.n;
         float* ssq = arg<float>(call, 5) + size_t(r) * (p.w.n / LILY_OUT_ROWS);
-        for (uint32_t n = n0; n < n1; n += LILY_OUT_ROWS) {
-          float sum = 0.0f;
-          for (uint32_t j = n; j < n + LILY_OUT_ROWS; ++j) {
-            const float v = rounded(x, load(x, j) + y[r * kOut + j - n0]);
-            store(x, j, v);
-            sum += v * v;
-          }
-          ssq[n / LILY_OUT_ROWS] = sum;
-        }
+        add_rows(x, y + r * kOut, ssq, n0, n1);
       }
     });
   });

@@ -406,15 +406,7 @@ void delta_out(const TwinCall& call) {
       for (uint32_t r = 0; r < rows; ++r) {
         Act* x = arg<Act>(call, 4) + size_t(r) * n;
         float* ssq = arg<float>(call, 5) + size_t(r) * (n / LILY_OUT_ROWS);
-        for (uint32_t i = n0; i < n1; i += LILY_OUT_ROWS) {
-          float sum = 0.0f;
-          for (uint32_t j = i; j < i + LILY_OUT_ROWS; ++j) {
-            const float v = rounded(x, load(x, j) + y[r * kBlock + j - n0]);
-            store(x, j, v);
-            sum += v * v;
-          }
-          ssq[i / LILY_OUT_ROWS] = sum;
-        }
+        add_rows(x, y + r * kBlock, ssq, n0, n1);
       }
     });
   });

@@ -140,15 +140,7 @@ void expert_down(const TwinCall& call) {
       }
       Act* x = arg<Act>(call, 6) + size_t(r) * n;
       float* ssq = arg<float>(call, 7) + size_t(r) * (n / LILY_OUT_ROWS);
-      for (uint32_t i = n0; i < n1; i += LILY_OUT_ROWS) {
-        float sum = 0.0f;
-        for (uint32_t j = i; j < i + LILY_OUT_ROWS; ++j) {
-          const float v = rounded(x, load(x, j) + acc[j - n0]);
-          store(x, j, v);
-          sum += v * v;
-        }
-        ssq[i / LILY_OUT_ROWS] = sum;
-      }
+      add_rows(x, acc, ssq, n0, n1);
     });
   });
 }

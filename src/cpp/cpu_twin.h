@@ -79,6 +79,20 @@ void with_act(const TwinCall& call, F&& f) {
   else f(static_cast<Bf16*>(nullptr));
 }
 
+// x[n0, n1) += y, stored rounded; ssq: the sum of squares of each LILY_OUT_ROWS stored values.
+template <typename Act>
+void add_rows(Act* x, const float* y, float* ssq, uint32_t n0, uint32_t n1) {
+  for (uint32_t n = n0; n < n1; n += LILY_OUT_ROWS) {
+    float sum = 0.0f;
+    for (uint32_t j = n; j < n + LILY_OUT_ROWS; ++j) {
+      const float v = rounded(x, load(x, j) + y[j - n0]);
+      store(x, j, v);
+      sum += v * v;
+    }
+    ssq[n / LILY_OUT_ROWS] = sum;
+  }
+}
+
 inline void scale_bias(uint32_t pair, bool f16, float& scale, float& bias) {
   scale = f16 ? f16_to_float(uint16_t(pair)) : bf16_to_float(uint16_t(pair));
   bias = f16 ? f16_to_float(uint16_t(pair >> 16)) : bits_to_float(pair & 0xffff0000u);

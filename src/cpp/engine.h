@@ -146,7 +146,11 @@ class Session {
                const std::function<void()>& poll);
   void prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows, const Tensor& logits,
                      const std::function<void()>& poll, const Tensor* targets = nullptr);
-  void decode_rows(std::span<const uint32_t> ids);
+  CommandList record_rows(std::span<const uint32_t> ids, bool write_state, const char* what);
+  void decode_rows(std::span<const uint32_t> ids);  // logits of the last
+  void check_room(const char* what, size_t more) const;
+  template <typename F>
+  void append_chunks(std::span<const uint32_t> ids, F&& chunk);
   void advance(uint32_t rows);  // the other state is current now
   Model::Decode decode_args(uint32_t rows, uint32_t splits, bool write_state,
                             const Tensor& logits) const;

@@ -271,19 +271,26 @@ DecodeScratch& Session::many_rows(uint32_t splits) {
   return *many_rows_;
 }
 
-// 1 to 16 tokens through the decode route, logits of the last.
-void Session::decode_rows(std::span<const uint32_t> ids) {
+// A pass of 1 to 16 tokens after the consumed ones through the decode route, logits of each.
+CommandList Session::record_rows(std::span<const uint32_t> ids, bool write_state,
+                                 const char* what) {
   const uint32_t rows = uint32_t(ids.size()), splits = splits_for(consumed_ + rows);
   own_blocks(consumed_, consumed_ + rows);
   write_step(ids, consumed_);
   DecodeScratch& scratch = many_rows(splits);
   const std::vector<Tensor> slabs = engine_->kv.slabs();
   CommandList list;
-  list.label = concat("decode of ", rows, " rows");
+  list.label = concat(what, " of ", rows, " rows");
   Recorder r(*device_, list);
-  Model::Decode d = decode_args(rows, splits, true, many_logits_);
+  Model::Decode d = decode_args(rows, splits, write_state, many_logits_);
   d.slabs = slabs;
   engine_->model.decode(r, scratch, d);
+  return list;
+}
+
+void Session::decode_rows(std::span<const uint32_t> ids) {
+  const uint32_t rows = uint32_t(ids.size());
+  CommandList list = record_rows(ids, true, "decode");
   copy(many_logits_.slice(uint64_t(rows - 1) * config_.vocab, config_.vocab), logits_[current_ ^ 1],
        list);
   previous_ = kNone;
@@ -679,6 +686,35 @@ std::vector<float> Session::logits() {
   });
 }
 
+void Session::check_room(const char* what, size_t more) const {
+  if (ids_.size() + more > engine_->max_context) {
+    throw std::invalid_argument(
+        concat(what, ": ", ids_.size() + more, " tokens > ", engine_->max_context, " maximum"));
+  }
+}
+
+// The frame of forward and score: chunk(at, piece, logits) runs a prefill that leaves the piece's
+// logits there.
+template <typename F>
+void Session::append_chunks(std::span<const uint32_t> ids, F&& chunk) {
+  if (ids.empty()) return;
+  catch_up();
+  verified_at_ = kNone;
+  shown_ = -1;
+  const uint64_t vocab = config_.vocab;
+  const uint32_t rows =
+      uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
+  const Tensor logits = device_->tensor(DType::f32, rows * vocab, "logits of a chunk");
+  for (size_t at = 0; at < ids.size(); at += rows) {
+    const auto piece = ids.subspan(at, std::min<size_t>(rows, ids.size() - at));
+    chunk(at, piece, logits.slice(0, piece.size() * vocab));
+    ids_.insert(ids_.end(), piece.begin(), piece.end());
+    generated_from_ = uint32_t(ids_.size());
+  }
+  counts_exact_ = false;
+  shown_ = logits_valid_ ? current_ : -1;
+}
+
 std::vector<float> Session::forward(std::span<const uint32_t> ids,
                                     const std::function<void()>& poll) {
   return guarded([&] {
@@ -686,34 +722,13 @@ std::vector<float> Session::forward(std::span<const uint32_t> ids,
       throw std::invalid_argument(
           concat("forward: ", ids.size(), " tokens, at most 512 rows of logits"));
     check_ids(ids, config_.vocab);
-    if (ids_.size() + ids.size() > engine_->max_context) {
-      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ",
-                                         engine_->max_context, " maximum"));
-    }
-    if (ids.empty()) return std::vector<float>{};
-    catch_up();
-    verified_at_ = kNone;
-    shown_ = -1;
+    check_room("forward", ids.size());
     const uint64_t vocab = config_.vocab;
-    const uint32_t rows =
-        uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
     std::vector<float> out(ids.size() * vocab);
-    const Tensor logits = device_->tensor(DType::f32, rows * vocab, "logits of a chunk");
-    for (size_t at = 0; at < ids.size(); at += rows) {
-      const auto piece = ids.subspan(at, std::min<size_t>(rows, ids.size() - at));
-      const Tensor part = logits.slice(0, piece.size() * vocab);
-      if (piece.size() == 1) {
-        prefill_chunk(piece, 1, logits_[current_ ^ 1], poll);
-        device_->download(logits_[current_], out.data() + at * vocab);
-      } else {
-        prefill_chunk(piece, uint32_t(piece.size()), part, poll);
-        device_->download(part, out.data() + at * vocab);
-      }
-      ids_.insert(ids_.end(), piece.begin(), piece.end());
-      generated_from_ = uint32_t(ids_.size());
-    }
-    counts_exact_ = false;
-    shown_ = logits_valid_ ? current_ : -1;
+    append_chunks(ids, [&](size_t at, std::span<const uint32_t> piece, const Tensor& logits) {
+      prefill_chunk(piece, uint32_t(piece.size()), logits, poll);
+      device_->download(logits, out.data() + at * vocab);
+    });
     return out;
   });
 }
@@ -731,37 +746,20 @@ std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(
         throw std::invalid_argument(
             concat("forward: target ", t, ", the vocabulary has ", config_.vocab));
     }
-    if (ids_.size() + ids.size() > engine_->max_context) {
-      throw std::invalid_argument(concat("forward: ", ids_.size() + ids.size(), " tokens > ",
-                                         engine_->max_context, " maximum"));
-    }
-    if (ids.empty()) return std::pair<std::vector<float>, std::vector<uint32_t>>{};
-    catch_up();
-    verified_at_ = kNone;
-    shown_ = -1;
-    const uint64_t vocab = config_.vocab;
-    const uint32_t rows =
-        uint32_t(std::clamp<uint64_t>(kLogitBytes / (vocab * 4), 16, engine_->chunk));
+    check_room("forward", ids.size());
     std::pair<std::vector<float>, std::vector<uint32_t>> out;
     out.first.resize(ids.size());
     out.second.resize(ids.size());
-    const Tensor logits = device_->tensor(DType::f32, rows * vocab, "logits of a chunk");
-    const Tensor wanted = device_->tensor(DType::u32, rows, "targets");
-    const Tensor logprob = device_->tensor(DType::f32, rows, "log-probabilities");
-    const Tensor argmax = device_->tensor(DType::u32, rows, "argmax");
-    for (size_t at = 0; at < ids.size(); at += rows) {
-      const auto piece = ids.subspan(at, std::min<size_t>(rows, ids.size() - at));
+    append_chunks(ids, [&](size_t at, std::span<const uint32_t> piece, const Tensor& logits) {
       const uint64_t n = piece.size();
-      const Tensor parts[3] = {wanted.slice(0, n), logprob.slice(0, n), argmax.slice(0, n)};
+      const Tensor parts[3] = {device_->tensor(DType::u32, n, "targets"),
+                               device_->tensor(DType::f32, n, "log-probabilities"),
+                               device_->tensor(DType::u32, n, "argmax")};
       device_->upload(parts[0], targets.data() + at);
-      prefill_chunk(piece, uint32_t(n), logits.slice(0, n * vocab), poll, parts);
+      prefill_chunk(piece, uint32_t(n), logits, poll, parts);
       device_->download(parts[1], out.first.data() + at);
       device_->download(parts[2], out.second.data() + at);
-      ids_.insert(ids_.end(), piece.begin(), piece.end());
-      generated_from_ = uint32_t(ids_.size());
-    }
-    counts_exact_ = false;
-    shown_ = logits_valid_ ? current_ : -1;
+    });
     return out;
   });
 }
@@ -772,27 +770,13 @@ std::vector<float> Session::verify(std::span<const uint32_t> ids) {
       throw std::invalid_argument(
           concat("verify: ", ids.size(), " tokens, allowed 1 to ", LILY_MAX_ROWS));
     check_ids(ids, config_.vocab);
-    if (ids_.size() + ids.size() > engine_->max_context) {
-      throw std::invalid_argument(concat("verify: ", ids_.size() + ids.size(), " tokens > ",
-                                         engine_->max_context, " maximum"));
-    }
+    check_room("verify", ids.size());
     catch_up();
     verified_at_ = kNone;
-    const uint32_t rows = uint32_t(ids.size()), splits = splits_for(consumed_ + rows);
-    own_blocks(consumed_, consumed_ + rows);
-    write_step(ids, consumed_);
-    DecodeScratch& scratch = many_rows(splits);
-    const std::vector<Tensor> slabs = engine_->kv.slabs();
-    CommandList list;
-    list.label = concat("verify of ", rows, " rows");
-    Recorder r(*device_, list);
-    Model::Decode d = decode_args(rows, splits, false, many_logits_);
-    d.slabs = slabs;
-    engine_->model.decode(r, scratch, d);
-    run(std::move(list));
+    run(record_rows(ids, false, "verify"));
     verified_.assign(ids.begin(), ids.end());
     verified_at_ = consumed_;
-    std::vector<float> out(uint64_t(rows) * config_.vocab);
+    std::vector<float> out(ids.size() * uint64_t(config_.vocab));
     device_->download(many_logits_.slice(0, out.size()), out.data());
     return out;
   });

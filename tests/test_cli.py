@@ -53,6 +53,15 @@ class Terminal:
         before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return before
 
+    def prompt(self) -> None:
+        """Waits for the prompt, then as long as a person does.
+
+        Python's readline does not wake for a signal between showing its prompt and waiting for
+        keys, and what is typed before the prompt is shown twice.
+        """
+        self.wait_for("> ")
+        time.sleep(0.5)
+
     def leave(self, seconds: float = 20) -> int:
         end = time.monotonic() + seconds
         while self.child.poll() is None:
@@ -105,7 +114,7 @@ STATS = r"answer: \d+ tokens.*/s · (length|stop)"
 
 
 def test_a_talk_of_three_turns(terminal: Terminal, home: Path) -> None:
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("/set max_tokens 12\n")
     terminal.wait_for(r"max_tokens = 12\r\n")
     terminal.type("Why is the sky blue?\n")
@@ -128,41 +137,41 @@ def test_a_talk_of_three_turns(terminal: Terminal, home: Path) -> None:
 
 
 def test_ctrl_c_interrupts_an_answer_and_a_second_one_leaves(terminal: Terminal) -> None:
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("/set logit_bias {}\n")
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("Tell me everything.\n")
     terminal.wait_for(r"everything\.\r\n.*\S")
     time.sleep(0.3)
     terminal.type("\x03")
     terminal.wait_for(r"\[interrupted\]")
     terminal.wait_for("cancelled")
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("/set max_tokens 3\n")  # it goes on
     terminal.wait_for("max_tokens = 3")
     terminal.type("Again?\n")
     terminal.wait_for(STATS)
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("half a line\x03")
     terminal.wait_for("Ctrl-C once more leaves")
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("\x03")
     assert terminal.leave() == 0
 
 
 def test_two_ctrl_c_in_a_row_leave(terminal: Terminal) -> None:
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("Tell me everything.\n")
     terminal.wait_for(r"everything\.\r\n.*\S")
     terminal.type("\x03")
     terminal.wait_for(r"\[interrupted\]")
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("\x03")
     assert terminal.leave() == 0
 
 
 def test_ctrl_d_leaves(terminal: Terminal) -> None:
-    terminal.wait_for("> ")
+    terminal.prompt()
     terminal.type("\x04")
     assert terminal.leave() == 0
 
@@ -178,7 +187,7 @@ def test_what_is_wrong_is_said_and_the_talk_goes_on(terminal: Terminal) -> None:
         ('/set logit_bias {"x": 1}', "lily: .*invalid literal"),
         ("/help", "Ctrl-C interrupts an answer"),
     ):
-        terminal.wait_for("> ")
+        terminal.prompt()
         terminal.type(line + "\n")
         terminal.wait_for(answer)
 
@@ -190,9 +199,10 @@ def test_control_characters_of_the_model_do_not_reach_the_terminal(home: Path) -
     bias = {str(of[text]): 100 for text in (b"\x1b", b"\x07", b"[", b"m", b"a")}
     opened = Terminal("chat", *MODEL, *ENDLESS, "--no-think", "--max-tokens", "60", home=home)
     try:
-        opened.wait_for("> ")
+        opened.prompt()
         opened.type(f"/set logit_bias {json.dumps(bias)}\n")
         opened.wait_for(r"logit_bias = .*\n")
+        opened.prompt()
         opened.type("?\n")
         shown = opened.wait_for("60 tokens")
     finally:

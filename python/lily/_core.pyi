@@ -56,6 +56,11 @@ class Kernels:
 
     def run(self, calls: Sequence[tuple[str, Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]]]], reuse: bool = False, times: int = 1) -> list[list[int]]: ...
 
+    def time(self, calls: Sequence[tuple[str, Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]]]], times: int) -> float:
+        """
+        Seconds of one run of the calls as one program, the mean of `times` replays.
+        """
+
     def run_library(self, path: str, calls: Sequence[tuple[str, Sequence[tuple[KernelBuffer, int, int, str]], Sequence[str], Sequence[int]]]) -> list[list[int]]: ...
 
 class MemoryTable:

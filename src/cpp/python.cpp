@@ -93,9 +93,8 @@ struct Kernels {
     return all;
   }
 
-  // Records the calls (op, params, args, step (0 or 1), unbound) into one program and runs it. On
-  // sim what the last run did to memory; elsewhere nothing knows.
-  Traffic run(const std::vector<Call>& calls, bool reuse, int times) {
+  // One program of the calls (op, params, args, step (0 or 1), unbound).
+  ProgramRef program_of(const std::vector<Call>& calls, bool reuse) {
     CommandList list;
     list.label = "kernels";
     Recorder recorder(*device, list);
@@ -109,11 +108,23 @@ struct Kernels {
       recorder.any(Op(op), {reinterpret_cast<const std::byte*>(params.data()), params.size()},
                    tensors, step.empty() ? Tensor{} : view(step[0]), slabs);
     }
-    const ProgramRef program = device->compile(std::move(list), reuse);
+    return device->compile(std::move(list), reuse);
+  }
+  // On sim what the last run did to memory; elsewhere nothing knows.
+  Traffic run(const std::vector<Call>& calls, bool reuse, int times) {
+    const ProgramRef program = program_of(calls, reuse);
     Ticket last = 0;
     for (int i = 0; i < times; ++i) last = device->submit(program);
     device->wait(last);
     return device->family() == Family::sim ? traffic(sim_records(*program)) : Traffic{};
+  }
+
+  // Seconds of one run of the program (replayed where the device can), after one that warms up.
+  double time(const std::vector<Call>& calls, uint32_t times) {
+    const ProgramRef program = program_of(calls, true);
+    device->wait(device->submit(program));
+    const Released released;
+    return device->time_program(program, times);
   }
 
   using Foreign =
@@ -260,6 +271,8 @@ NB_MODULE(_core, m) {
           "device"_a, "exact"_a)
       .def("buffer", &Kernels::buffer, "nbytes"_a, "label"_a)
       .def("run", &Kernels::run, "calls"_a, "reuse"_a = false, "times"_a = 1)
+      .def("time", &Kernels::time, "calls"_a, "times"_a,
+           "Seconds of one run of the calls as one program, the mean of `times` replays.")
       .def("run_library", &Kernels::run_library, "path"_a, "calls"_a);
   nb::class_<MemoryTable>(m, "MemoryTable", "Bytes by purpose.")
       .def_ro("weights", &MemoryTable::weights)

@@ -1,0 +1,59 @@
+// rules.h: the rules that were broken, the faults that tests ask for, and the machine that is played.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "../../../src/cpp/device.h"
+
+namespace software_metal {
+
+using lily::concat;
+
+// ---- broken rules -------------------------------------------------------------------------------
+// Metal's own validation stops the process at some of these and lets others pass as wrong results.
+// Here each is kept until somebody asks, and written to the file SOFTWARE_METAL_REPORT as a line.
+void broken_rule(std::string_view rule, const std::string& what);
+
+// ---- faults that tests ask for ------------------------------------------------------------------
+enum class Fault {
+  allocation,      // newBuffer gives nil
+  command_buffer,  // ends in an error of the given MTLCommandBufferError code
+  compile,         // newLibraryWithSource fails
+  pipeline,        // newComputePipelineState fails
+  archive_read,    // an existing binary archive is refused
+  archive_write,   // serializeToURL fails
+  no_device,
+  no_queue,
+  no_residency_set,
+  no_event
+};
+constexpr int kFaults = 10;
+// True when this call is the one that was asked to fail; `code` is what came with the fault.
+bool fault_due(Fault fault, long* code = nullptr);
+
+// ---- the machine that is played -----------------------------------------------------------------
+std::pair<long, long> macos_version();  // SOFTWARE_METAL_MACOS, "26.0" unless set
+long apple_family();                    // SOFTWARE_METAL_FAMILY, 9 unless set (MTLGPUFamilyApple9)
+uint64_t physical_memory();
+uint64_t working_set();     // SOFTWARE_METAL_WORKING_SET, three quarters of the memory unless set
+uint64_t random_seed();     // SOFTWARE_METAL_SEED, 1 unless set
+double hang_seconds();      // SOFTWARE_METAL_HANG, 5 unless set: how long an event may stay away
+
+}  // namespace software_metal
+
+// For tests, through ctypes.
+#define SOFTWARE_METAL_API extern "C" __attribute__((visibility("default"), used))
+
+// How many rules were broken since the last call of _forget; their text, a line each, goes to `text`.
+SOFTWARE_METAL_API int software_metal_broken_rules(char* text, int bytes);
+SOFTWARE_METAL_API void software_metal_forget();
+// "allocation", "command_buffer=2", ...: the call after `skip` further ones fails. 0 for an unknown
+// name. The variable SOFTWARE_METAL_FAULTS holds the same at start: "pipeline@3,command_buffer=2@0".
+SOFTWARE_METAL_API int software_metal_inject(const char* fault, int skip);
+// Faults asked for that have not happened yet.
+SOFTWARE_METAL_API int software_metal_faults_left();
+// Living Objective-C objects, classes and literals apart.
+SOFTWARE_METAL_API long software_metal_objects();

@@ -1,10 +1,10 @@
-"""Single ops at the shapes of the 35B: µs in a replayed program, GB/s, TFLOP/s, share of the ceiling.
+"""Single ops at the shapes of the 35B: µs in a replayed program, GB/s, TFLOP/s, share of ceilings.
 
     python benchmarks/kernels.py [--device cuda] [--rows 1] [--prefill 4096] [--context 256]
                                  [--only PART] [--times 20] [--out FILE]
 
 Every case is one program of several launches, each with weights (or experts, or state) of its own
-that together exceed any cache, all depending on the one before: what a step of decode does. Ceilings:
+that together exceed any cache, all depending on the one before: as in a step of decode. Ceilings:
 the copy bandwidth, measured here with copy_bytes over 1 GB (bytes read plus written), and
 --bf16-tflops, the card's measured matrix rate.
 """

@@ -26,6 +26,7 @@ if(CMAKE_SCRIPT_MODE_FILE)
   return()
 endif()
 
+include("${CMAKE_CURRENT_LIST_DIR}/tile.cmake")
 set(ptx_dir "${CMAKE_BINARY_DIR}/ptx")
 set(ptx_files "")
 file(MAKE_DIRECTORY "${ptx_dir}")
@@ -42,7 +43,7 @@ foreach(source IN LISTS LILY_KERNELS)
       OUTPUT "${ptx}"
       COMMAND ${LILY_CLANG} -target nvptx64-nvidia-cuda -march=sm_80 --cuda-feature=+ptx78
               -x c++ -std=c++17 -O3 -fno-math-errno -ffp-contract=fast -ffreestanding -nostdinc
-              -Wall -Wno-unknown-attributes -Wno-unused-function ${define}
+              -Wall -Wno-unknown-attributes -Wno-unused-function ${LILY_TILE_OPTIONS} ${define}
               "-I${CMAKE_SOURCE_DIR}/src/metal/clang" "-I${CMAKE_SOURCE_DIR}/src/metal"
               -S "${source}" -o "${ptx}"
       DEPENDS "${source}" ${LILY_KERNEL_HEADERS} "${CMAKE_CURRENT_LIST_FILE}"

@@ -17,6 +17,7 @@ set(LILY_SIM_OPTIONS ${sim_target} -x c++ -std=c++17 -O2 -fno-vectorize -fno-slp
   -mllvm -tsan-instrument-func-entry-exit=0 -fno-math-errno -ffp-contract=off
   -ffreestanding -nostdinc -fPIC -Wall -Wno-unknown-attributes -Wno-unused-function)
 
+include("${CMAKE_CURRENT_LIST_DIR}/tile.cmake")
 set(sim_dir "${CMAKE_BINARY_DIR}/sim")
 file(MAKE_DIRECTORY "${sim_dir}")
 foreach(source IN LISTS LILY_KERNELS)
@@ -29,7 +30,7 @@ foreach(source IN LISTS LILY_KERNELS)
     endif()
     add_custom_command(
       OUTPUT "${object}"
-      COMMAND ${LILY_CLANG} ${LILY_SIM_OPTIONS} ${define}
+      COMMAND ${LILY_CLANG} ${LILY_SIM_OPTIONS} ${LILY_TILE_OPTIONS} ${define}
               "-I${CMAKE_SOURCE_DIR}/src/metal/clang" "-I${CMAKE_SOURCE_DIR}/src/metal"
               -c "${source}" -o "${object}"
       DEPENDS "${source}" ${LILY_KERNEL_HEADERS} "${CMAKE_CURRENT_LIST_FILE}"

@@ -50,8 +50,11 @@ def tracked() -> list[Path]:
 FILES = tracked()
 
 
+LIBRARIES = {"metal_stdlib", "metal_simdgroup_matrix"}  # C++ headers without a suffix
+
+
 def sources() -> list[Path]:
-    named = {"CMakeLists.txt", "metal_stdlib", "run", ".clang-format"}
+    named = {"CMakeLists.txt", *LIBRARIES, "run", ".clang-format"}
     return [path for path in FILES if path.suffix in TEXT or path.name in named]
 
 
@@ -201,7 +204,7 @@ def test_cpp_and_kernels_are_formatted() -> None:
     if tool is None:
         pytest.skip("clang-format is not installed")
     wanted = [p for p in FILES if p.suffix in {".cpp", ".h", ".mm", ".metal"}]
-    wanted += [p for p in FILES if p.name == "metal_stdlib"]
+    wanted += [p for p in FILES if p.name in LIBRARIES]
     done = subprocess.run(
         [tool, "--dry-run", *map(str, wanted)], cwd=ROOT, capture_output=True, text=True
     )

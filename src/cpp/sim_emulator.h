@@ -82,6 +82,9 @@ struct Simd {
   uint32_t moment[2];                                    // of its last synchronisation, per space
   std::array<uint8_t, kLanes> lane_of;                   // slot -> lane
   std::array<uint32_t, kLanes> given, argument, result;  // of a shuffle, by lane
+  // Of 8 x 8 matrices: each lane's two elements of a, b and c; the result.
+  std::array<std::array<uint64_t, 3>, kLanes> matrices;
+  std::array<uint64_t, kLanes> matrix;
 };
 
 struct TileMap {

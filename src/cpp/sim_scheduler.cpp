@@ -86,6 +86,9 @@ constexpr const char* kSimdBarrier = "simdgroup_barrier";
 constexpr const char* kTileProduct = "tile_mma";
 constexpr const char* kTileMax = "tile_row_max";
 constexpr const char* kTileSum = "tile_row_sum";
+constexpr const char* kMatrixLoad = "simdgroup_load";
+constexpr const char* kMatrixStore = "simdgroup_store";
+constexpr const char* kMatrixProduct = "simdgroup_multiply_accumulate";
 constexpr const char* kShuffles[] = {"simd_shuffle_xor", "simd_shuffle", "simd_shuffle_up",
                                      "simd_shuffle_down"};
 constexpr size_t kGuard = 16384;  // a page of any supported system
@@ -495,6 +498,69 @@ void reduce_rows(const TileCall& t, bool is_max) {
     lanes[i / size].rows[i % size] = e.tile_a[map.at[i] >> 16];
 }
 
+// ---- 8 x 8 matrices -----------------------------------------------------------------------------
+constexpr uint32_t kMatrix = 8;
+using Matrix = std::array<std::array<float, kMatrix>, kMatrix>;
+// Apple's layout: lane l has two neighbours of row (l / 4 & 4) + l / 2 % 4.
+uint32_t matrix_row(uint32_t lane) { return (lane / 4 & 4) + lane / 2 % 4; }
+uint32_t matrix_column(uint32_t lane) { return (lane / 4 & 2) * 2 + lane % 2 * 2; }
+
+Matrix gather(size_t which) {
+  Matrix m;
+  for (uint32_t l = 0; l < kLanes; ++l) {
+    std::memcpy(&m[matrix_row(l)][matrix_column(l)], &emulator.simd->matrices[l][which], 8);
+  }
+  return m;
+}
+void scatter(const Matrix& m) {
+  for (uint32_t l = 0; l < kLanes; ++l) {
+    std::memcpy(&emulator.simd->matrix[l], &m[matrix_row(l)][matrix_column(l)], 8);
+  }
+}
+// Each of the 8 rows in memory is checked as one access of the whole simdgroup.
+void move_matrix(const TileCall& t, bool write) {
+  const size_t size = t.bf16 ? 2 : 4;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(t.a);
+  if (at % size != 0) {
+    Fault fault;
+    fault.kind = FaultKind::tile_space;
+    fault.at = at;
+    fault.text = "misaligned: elements begin at multiples of their size";
+    fail(fault);
+  }
+  Matrix m = {};
+  if (write) m = gather(0);
+  for (uint32_t r = 0; r < kMatrix; ++r) {
+    const uintptr_t row = at + uint64_t(r) * t.lda * size;
+    touch_bytes(row, kMatrix * size, write, !write);
+    for (uint32_t c = 0; c < kMatrix; ++c) {
+      float& v = t.transposed ? m[c][r] : m[r][c];
+      uint32_t bits = 0;
+      void* to = reinterpret_cast<void*>(row + c * size);
+      if (write) {
+        std::memcpy(&bits, &v, 4);
+        if (t.bf16) bits >>= 16;  // a bf16 held as float: nothing is lost
+        std::memcpy(to, &bits, size);
+      } else {
+        std::memcpy(&bits, to, size);
+        if (t.bf16) bits <<= 16;
+        std::memcpy(&v, &bits, 4);
+      }
+    }
+  }
+  scatter(m);
+}
+void multiply_matrices() {
+  const Matrix a = gather(0), b = gather(1);
+  Matrix c = gather(2);
+  for (uint32_t r = 0; r < kMatrix; ++r) {
+    for (uint32_t k = 0; k < kMatrix; ++k) {
+      for (uint32_t j = 0; j < kMatrix; ++j) c[r][j] = std::fma(a[r][k], b[k][j], c[r][j]);
+    }
+  }
+  scatter(c);
+}
+
 constexpr uint32_t kOutOfSimd = 0xffffffffu;  // undefined on Metal: a NaN
 
 void shuffle(int op) {
@@ -693,15 +759,15 @@ LILY_CALL void* lily_sim_shared(const void* key, uint64_t bytes) {
   return reinterpret_cast<void*>(begin);
 }
 
-LILY_CALL uint32_t lily_sim_tile_map(uint32_t m, uint32_t n, uint32_t i) {
+LILY_CALL uint32_t lily_sim_tile_map(uint32_t m, uint32_t n, uint32_t i, uint32_t lane) {
   const uint32_t size = m * n / sim::kLanes;
-  if (i >= size) {
+  if (i >= size || lane >= sim::kLanes) {
     Fault fault;
     fault.kind = FaultKind::tile_index;
     fault.size = i;
     sim::fail(fault);
   }
-  return sim::tile_map(m, n).at[emulator.lane->thread % sim::kLanes * size + i];
+  return sim::tile_map(m, n).at[lane * size + i];
 }
 LILY_CALL void lily_sim_tile_mma(float* v, uint32_t m, uint32_t n, uint32_t k, const void* a,
                                  uint32_t lda, const void* b, uint32_t ldb, int transposed,
@@ -720,4 +786,32 @@ LILY_CALL void lily_sim_tile_reduce(const float* v, uint32_t m, uint32_t n, int 
   if (!sim::meet(is_max ? sim::kTileMax : sim::kTileSum, LILY_SITE, &call)) return;
   sim::reduce_rows(call, is_max != 0);
   sim::part();
+}
+LILY_CALL uint64_t lily_sim_matrix_load(const void* from, uint64_t ld, int transposed, int bytes) {
+  sim::Simd& s = *emulator.simd;
+  const uint32_t lane = emulator.lane->thread % sim::kLanes;
+  const sim::TileCall call = {8, 8, 0, from, nullptr, uint32_t(ld), 0, transposed != 0, bytes == 2};
+  if (sim::meet(sim::kMatrixLoad, LILY_SITE, &call)) {
+    sim::move_matrix(call, false);
+    sim::part();
+  }
+  return s.matrix[lane];
+}
+LILY_CALL void lily_sim_matrix_store(uint64_t v, void* to, uint64_t ld, int transposed, int bytes) {
+  const uint32_t lane = emulator.lane->thread % sim::kLanes;
+  emulator.simd->matrices[lane][0] = v;
+  const sim::TileCall call = {8, 8, 0, to, nullptr, uint32_t(ld), 0, transposed != 0, bytes == 2};
+  if (!sim::meet(sim::kMatrixStore, LILY_SITE, &call)) return;
+  sim::move_matrix(call, true);
+  sim::part();
+}
+LILY_CALL uint64_t lily_sim_matrix_multiply(uint64_t a, uint64_t b, uint64_t c) {
+  sim::Simd& s = *emulator.simd;
+  const uint32_t lane = emulator.lane->thread % sim::kLanes;
+  s.matrices[lane] = {a, b, c};
+  if (sim::meet(sim::kMatrixProduct, LILY_SITE)) {
+    sim::multiply_matrices();
+    sim::part();
+  }
+  return s.matrix[lane];
 }

@@ -492,7 +492,7 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
       tile_mma(s, tq + c * FLASH_PIECE, FLASH_LDQ, tk + simd * 8 * FLASH_LDK, FLASH_LDK,
                FLASH_PIECE);
     }
-    tile_store(s, ts + simd * 8, FLASH_LDS);
+    tile_store(s, ts + simd * 8, FLASH_LDS, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     flash_load(values, valid, tk, tid);
     {
@@ -526,7 +526,7 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
       threadgroup_barrier(mem_flags::mem_threadgroup);
       float f[Tile<FLASH_M, FLASH_COLS>::kSlots];
       UNROLL for (uint i = 0; i < Tile<FLASH_M, FLASH_COLS>::kSize; ++i) {
-        f[tile_slot<FLASH_M, FLASH_COLS>(i)] = factors[tile_row<FLASH_M, FLASH_COLS>(i)];
+        f[tile_slot<FLASH_M, FLASH_COLS>(i)] = factors[tile_row<FLASH_M, FLASH_COLS>(i, lane)];
       }
       tile_scale_rows(o[c], f);
       tile_mma_nn(o[c], tp, FLASH_LDP, tk + simd * FLASH_COLS, FLASH_LDK, FLASH_KEYS);
@@ -537,8 +537,8 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
   threadgroup_barrier(mem_flags::mem_threadgroup);
   UNROLL for (uint c = 0; c < FLASH_PIECES; ++c) {
     UNROLL for (uint i = 0; i < Tile<FLASH_M, FLASH_COLS>::kSize; ++i) {
-      const uint r = tile_row<FLASH_M, FLASH_COLS>(i);
-      const uint d = c * FLASH_PIECE + simd * FLASH_COLS + tile_col<FLASH_M, FLASH_COLS>(i);
+      const uint r = tile_row<FLASH_M, FLASH_COLS>(i, lane);
+      const uint d = c * FLASH_PIECE + simd * FLASH_COLS + tile_col<FLASH_M, FLASH_COLS>(i, lane);
       if (r < used) {
         const ulong at = q0 + r / ratio;
         const uint head = kv_head * ratio + r % ratio;

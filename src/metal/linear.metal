@@ -182,7 +182,7 @@ template <uint BITS>
 static inline void matrix_tile(device const uint* codes, device const uint* pairs,
                                PARAM_REF(Linear) w, device const act_t* h, uint count, uint n0,
                                threadgroup uint4* pool, threadgroup float* sums,
-                               threadgroup float2* scales, uint tid, uint simd) {
+                               threadgroup float2* scales, uint tid, uint lane, uint simd) {
   threadgroup act_t* ta = (threadgroup act_t*)pool;
   threadgroup act_t* tb = ta + MATMUL_M * MATMUL_LD;
   const uint sm = (simd & 1) * 32, sn = (simd >> 1) * 32;
@@ -231,14 +231,16 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
         tile_zero(part);
         tile_mma(part, ta + sm * MATMUL_LD, MATMUL_LD, tb + sn * MATMUL_LD, MATMUL_LD, MATMUL_K);
         UNROLL for (uint i = 0; i < Tile<32, 32>::kSize; ++i) {
-          const float2 sb = scales[sn + tile_col<32, 32>(i)];
-          acc.v[i] += fma(sb.x, part.v[i], sb.y * sums[sm + tile_row<32, 32>(i)]);
+          const float2 sb = scales[sn + tile_col<32, 32>(i, lane)];
+          acc.v[i] += fma(sb.x, part.v[i], sb.y * sums[sm + tile_row<32, 32>(i, lane)]);
         }
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (sm < count) tile_store(acc, (threadgroup float*)pool + sm * MATMUL_STAGE + sn, MATMUL_STAGE);
+  if (sm < count) {
+    tile_store(acc, (threadgroup float*)pool + sm * MATMUL_STAGE + sn, MATMUL_STAGE, lane);
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
@@ -273,7 +275,7 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
   const uint n0 = group.x * MATMUL_N, m0 = group.y * MATMUL_M;
   const uint count = min(p.rows - m0, (uint)MATMUL_M);
   matrix_tile<BITS>(codes, pairs, p.w, h + (ulong)(m0 + (tid >> 1)) * p.w.k, count, n0, pool, sums,
-                    scales, tid, simd);
+                    scales, tid, lane, simd);
   for (uint r = simd; r < count; r += 4) {
     write_row((threadgroup const float*)pool + r * MATMUL_STAGE, y,
               (ulong)(m0 + r) * p.y_stride + p.y_offset, p.mode, n0, p.w.n, lane);
@@ -309,7 +311,7 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
   const ulong before = (ulong)expert * p.w.n;  // rows of the experts before
   matrix_tile<BITS>(codes + before * row_bytes(p.w.k, BITS) / 4,
                     pairs + (BITS == 16 ? (ulong)0 : before * (p.w.k >> p.w.group_shift)), p.w, row,
-                    count, n0, pool, sums, scales, tid, simd);
+                    count, n0, pool, sums, scales, tid, lane, simd);
   const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
   const ulong columns = p.swiglu ? p.w.n / 2 : p.w.n;
   for (uint i = simd; i < count; i += 4) {

@@ -3,10 +3,10 @@
 //
 //   tile_zero(t)                        tile_mma(t, A[M][lda], B[N][ldb], K)     t += A B^T
 //   tile_mma_nn(t, A[M][lda], B[K][ldb], K)   t += A B      (K a multiple of 16)
-//   t.v[i], 0 <= i < Tile::kSize: this lane's elements, at (tile_row<M, N>(i), tile_col<M, N>(i))
+//   t.v[i], 0 <= i < Tile::kSize: the lane's elements, at tile_row<M, N>(i, lane), tile_col<M, N>(i, lane)
 //   tile_slot<M, N>(i) < Tile::kSlots: which of the lane's rows element i is in
 //   tile_row_max / tile_row_sum(t, out[kSlots])   over the whole row, the same in all its lanes
-//   tile_scale_rows(t, factor[kSlots])  tile_store(t, T* threadgroup, ld)
+//   tile_scale_rows(t, factor[kSlots])  tile_store(t, T* threadgroup, ld, lane)
 // The (lane, i) -> (row, column) map is the target's own; sim draws it by seed. All calls are
 // collectives of the simdgroup. M is a multiple of 16, N of 8.
 #ifndef LILY_TILE_H
@@ -14,21 +14,76 @@
 
 #include "util.h"
 
-#if defined(__NVPTX__)
+#if defined(__METAL_VERSION__) || defined(LILY_TILE_SIMDGROUP)
+
+// 8 x 8 pieces as simdgroup matrices, row by row. Of each a lane holds two neighbours of one row.
+// Apple does not document which; relied upon is what public kernels on all chips from M1 on rely on
+// (MLX's steel/gemm/mma.h, llama.cpp's flash attention): bits 4, 2, 1 of the lane are the row, bits
+// 3, 0 the pair of columns.
+template <uint M, uint N>
+struct Tile {
+  enum { kSize = M * N / 32, kSlots = M / 8 };
+  float v[M * N / 32];
+};
+template <uint M, uint N>
+static inline uint tile_row(uint i, uint lane) {
+  return i / 2 / (N / 8) * 8 + ((lane >> 2) & 4) + ((lane >> 1) & 3);
+}
+template <uint M, uint N>
+static inline uint tile_col(uint i, uint lane) {
+  return i / 2 % (N / 8) * 8 + ((lane >> 1) & 4) + (lane & 1) * 2 + (i & 1);
+}
+template <uint M, uint N>
+static inline constexpr uint tile_slot(uint i) {
+  return i / 2 / (N / 8);
+}
+#define LILY_TILE_MATES 8  // xor of the lanes of a row: 1 and this
+
+// bf16 operands stay 16 bits wide, the products are summed in fp32.
+template <bool TRANSPOSED, uint M, uint N, typename T>
+static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const T* a, uint lda,
+                                threadgroup const T* b, uint ldb, uint k_count) {
+  simdgroup_float8x8 d[M * N / 64];
+  UNROLL for (uint i = 0; i < M * N / 64; ++i) {
+    d[i].thread_elements()[0] = t.v[2 * i];
+    d[i].thread_elements()[1] = t.v[2 * i + 1];
+  }
+  for (uint k = 0; k < k_count; k += 8) {
+    simdgroup_matrix<T, 8, 8> ra[M / 8];
+    UNROLL for (uint m = 0; m < M / 8; ++m)
+      simdgroup_load(ra[m], a + m * 8 * lda + k, lda);
+    UNROLL for (uint n = 0; n < N / 8; ++n) {
+      simdgroup_matrix<T, 8, 8> rb;
+      if (TRANSPOSED) simdgroup_load(rb, b + n * 8 * ldb + k, ldb, 0, true);
+      else simdgroup_load(rb, b + k * ldb + n * 8, ldb);
+      UNROLL for (uint m = 0; m < M / 8; ++m) {
+        const uint i = m * (N / 8) + n;
+        simdgroup_multiply_accumulate(d[i], ra[m], rb, d[i]);
+      }
+    }
+  }
+  UNROLL for (uint i = 0; i < M * N / 64; ++i) {
+    t.v[2 * i] = d[i].thread_elements()[0];
+    t.v[2 * i + 1] = d[i].thread_elements()[1];
+  }
+}
+
+#elif defined(__NVPTX__)
 
 template <uint M, uint N>
 struct Tile {
   enum { kSize = M * N / 32, kSlots = M / 8 };
   float v[M * N / 32];
 };
-// mma.m16n8k16: lane = 4 g + t holds rows g, g + 8 and columns 2 t, 2 t + 1 of each 16 x 8 piece.
+// mma.m16n8k16: lane = 4 g + t holds rows g, g + 8 and columns 2 t, 2 t + 1 of each 16 x 8 piece. The
+// lane comes from its register: passed on it would cost another one.
 static inline uint tile_lane() { return lily_thread() & 31; }
 template <uint M, uint N>
-static inline uint tile_row(uint i) {
+static inline uint tile_row(uint i, uint) {
   return (i / 4) / (N / 8) * 16 + tile_lane() / 4 + ((i >> 1) & 1) * 8;
 }
 template <uint M, uint N>
-static inline uint tile_col(uint i) {
+static inline uint tile_col(uint i, uint) {
   return (i / 4) % (N / 8) * 8 + (tile_lane() & 3) * 2 + (i & 1);
 }
 template <uint M, uint N>
@@ -99,27 +154,7 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a
     }
   }
 }
-#define LILY_TILE_REDUCE(NAME, START, COMBINE)                                       \
-  template <uint M, uint N>                                                          \
-  static inline void NAME(thread const Tile<M, N>& t, thread float (&out)[M / 8]) {  \
-    UNROLL for (uint s = 0; s < M / 8; ++s) {                                        \
-      float a = START;                                                               \
-      UNROLL for (uint i = 0; i < M * N / 32; ++i) {                                 \
-        if (tile_slot<M, N>(i) == s) {                                               \
-          const float b = t.v[i];                                                    \
-          a = COMBINE;                                                               \
-        }                                                                            \
-      }                                                                              \
-      UNROLL for (ushort o = 1; o < 4; o <<= 1) {                                    \
-        const float b = simd_shuffle_xor(a, o);                                      \
-        a = COMBINE;                                                                 \
-      }                                                                              \
-      out[s] = a;                                                                    \
-    }                                                                                \
-  }
-LILY_TILE_REDUCE(tile_row_max, -INFINITY, max(a, b))
-LILY_TILE_REDUCE(tile_row_sum, 0.0f, a + b)
-#undef LILY_TILE_REDUCE
+#define LILY_TILE_MATES 2  // xor of the lanes of a row: 1 and this
 
 #elif defined(LILY_SIM)
 
@@ -130,8 +165,8 @@ struct Tile {
   float v[M * N / 32];
 };
 extern "C" {
-// Row << 16 | column of this lane's element i, a seeded bijection per (M, N).
-__attribute__((const)) uint lily_sim_tile_map(uint m, uint n, uint i);
+// Row << 16 | column of the lane's element i, a seeded bijection per (M, N).
+__attribute__((const)) uint lily_sim_tile_map(uint m, uint n, uint i, uint lane);
 // Collectives: the runtime computes the whole simdgroup's result when all lanes have arrived.
 // transposed: B is [N][ldb], else [K][ldb]; bf16: operand type.
 LILY_COLLECTIVE void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const void* a, uint lda,
@@ -139,12 +174,12 @@ LILY_COLLECTIVE void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const v
 LILY_COLLECTIVE void lily_sim_tile_reduce(const float* v, uint m, uint n, int is_max, float* out);
 }
 template <uint M, uint N>
-static inline uint tile_row(uint i) {
-  return lily_sim_tile_map(M, N, i) >> 16;
+static inline uint tile_row(uint i, uint lane) {
+  return lily_sim_tile_map(M, N, i, lane) >> 16;
 }
 template <uint M, uint N>
-static inline uint tile_col(uint i) {
-  return lily_sim_tile_map(M, N, i) & 0xffffu;
+static inline uint tile_col(uint i, uint lane) {
+  return lily_sim_tile_map(M, N, i, lane) & 0xffffu;
 }
 template <uint M, uint N>
 static inline constexpr uint tile_slot(uint i) {
@@ -169,11 +204,32 @@ static inline void tile_row_sum(const Tile<M, N>& t, float (&out)[M * N / 32]) {
   lily_sim_tile_reduce(t.v, M, N, 0, out);
 }
 
-#else
-#error "tile.h: no tile for this target yet"
 #endif
 
 // ---- common to all targets ----------------------------------------------------------------------
+#ifdef LILY_TILE_MATES
+#define LILY_TILE_REDUCE(NAME, START, COMBINE)                                       \
+  template <uint M, uint N>                                                          \
+  static inline void NAME(thread const Tile<M, N>& t, thread float (&out)[M / 8]) {  \
+    UNROLL for (uint s = 0; s < M / 8; ++s) {                                        \
+      float a = START;                                                               \
+      UNROLL for (uint i = 0; i < M * N / 32; ++i) {                                 \
+        if (tile_slot<M, N>(i) == s) {                                               \
+          const float b = t.v[i];                                                    \
+          a = COMBINE;                                                               \
+        }                                                                            \
+      }                                                                              \
+      UNROLL for (uint j = 0; j < 2; ++j) {                                          \
+        const float b = simd_shuffle_xor(a, (ushort)(j == 0 ? 1 : LILY_TILE_MATES)); \
+        a = COMBINE;                                                                 \
+      }                                                                              \
+      out[s] = a;                                                                    \
+    }                                                                                \
+  }
+LILY_TILE_REDUCE(tile_row_max, -INFINITY, max(a, b))
+LILY_TILE_REDUCE(tile_row_sum, 0.0f, a + b)
+#undef LILY_TILE_REDUCE
+#endif
 template <uint M, uint N>
 static inline void tile_zero(thread Tile<M, N>& t) {
   UNROLL for (uint i = 0; i < M * N / 32; ++i)
@@ -199,9 +255,9 @@ static inline void tile_put(threadgroup float* to, float v) { *to = v; }
 static inline void tile_put(threadgroup act_t* to, float v) { *to = to_act(v); }
 #endif
 template <uint M, uint N, typename T>
-static inline void tile_store(thread const Tile<M, N>& t, threadgroup T* to, uint ld) {
+static inline void tile_store(thread const Tile<M, N>& t, threadgroup T* to, uint ld, uint lane) {
   UNROLL for (uint i = 0; i < M * N / 32; ++i)
-    tile_put(to + tile_row<M, N>(i) * ld + tile_col<M, N>(i), t.v[i]);
+    tile_put(to + tile_row<M, N>(i, lane) * ld + tile_col<M, N>(i, lane), t.v[i]);
 }
 
 #endif  // LILY_TILE_H

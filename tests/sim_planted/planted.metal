@@ -292,7 +292,7 @@ KERNEL(tile_product)(ARGS_XY IDS) {
   STAGE
   TILE_PRODUCT
   for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
-    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+    y[tile_row<32, 32>(i, lane) * 32 + tile_col<32, 32>(i, lane)] = t.v[i];
 }
 // Rows scaled to a sum of one; both orders of the operands.
 KERNEL(tile_rows)(ARGS_XY IDS) {
@@ -308,7 +308,7 @@ KERNEL(tile_rows)(ARGS_XY IDS) {
   for (uint i = 0; i < Tile<32, 32>::kSlots; ++i) sum[i] = 1.0f / sum[i];
   tile_scale_rows(t, sum);
   BARRIER;
-  tile_store(t, (threadgroup float*)a, 33);
+  tile_store(t, (threadgroup float*)a, 33, lane);
   BARRIER;
   for (uint i = lane; i < 1024; i += 32) y[i] = a[i / 32 * 33 + i % 32];
 }
@@ -323,7 +323,7 @@ KERNEL(tile_no_barrier)(ARGS_XY IDS) {
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)a, 33, (threadgroup const float*)a, 33, 32);
   for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
-    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+    y[tile_row<32, 32>(i, lane) * 32 + tile_col<32, 32>(i, lane)] = t.v[i];
 }
 KERNEL(tile_short)(ARGS_XY IDS) {
   STAGE
@@ -332,7 +332,7 @@ KERNEL(tile_short)(ARGS_XY IDS) {
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)a, 33, (threadgroup const float*)a + 33, 33, 32);
   for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
-    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+    y[tile_row<32, 32>(i, lane) * 32 + tile_col<32, 32>(i, lane)] = t.v[i];
 }
 KERNEL(tile_of_device)(ARGS_XY IDS) {
   READ_IDS
@@ -340,7 +340,7 @@ KERNEL(tile_of_device)(ARGS_XY IDS) {
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)x, 32, (threadgroup const float*)x, 32, 32);
   for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
-    y[tile_row<32, 32>(i) * 32 + tile_col<32, 32>(i)] = t.v[i];
+    y[tile_row<32, 32>(i, lane) * 32 + tile_col<32, 32>(i, lane)] = t.v[i];
 }
 KERNEL(tile_lanes_differ)(ARGS_XY IDS) {
   STAGE
@@ -349,7 +349,7 @@ KERNEL(tile_lanes_differ)(ARGS_XY IDS) {
   tile_zero(t);
   tile_mma(t, (threadgroup const float*)a + (lane & 1), 33, (threadgroup const float*)a, 33, 16);
   for (uint i = 0; i < Tile<16, 8>::kSize; ++i)
-    y[tile_row<16, 8>(i) * 8 + tile_col<16, 8>(i)] = t.v[i];
+    y[tile_row<16, 8>(i, lane) * 8 + tile_col<16, 8>(i, lane)] = t.v[i];
 }
 
 // ---- several launches -----------------------------------------------------------------------------

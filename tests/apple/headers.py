@@ -35,6 +35,14 @@ CORRECTIONS = (
     ("newBufferWithBytesNoCopy:(const void *)", "newBufferWithBytesNoCopy:(void *)"),
 )
 
+# Element types of arrays, which metal-cpp does not tell, by selector; the documentation's.
+ELEMENTS = {
+    "binaryArchives": "id<MTLBinaryArchive>",
+    "setBinaryArchives:": "id<MTLBinaryArchive>",
+    "debugSignposts": "NSString *",
+    "functionNames": "NSString *",
+}
+
 # What metal-cpp has no counterpart of; the names are documented.
 EXTRA_STRINGS = ("MTLCommandBufferErrorDomain", "MTLLibraryErrorDomain")
 PROLOGUE = """// Generated from metal-cpp by tests/apple/headers.py: declarations to check against, not an SDK.
@@ -228,8 +236,10 @@ class Writer:
         for (kind, selector), method in methods.items():
             since = self._since(lambda api, key=(kind, selector): key in api.methods.get(owner, {}))
             since = "" if since == owner_since else since
-            result = self._result(selector, method)
-            self.lines.append(f"{kind} ({result}){self._words(selector, method)}{since};")
+            words = f"({self._result(selector, method)}){self._words(selector, method)}"
+            if element := ELEMENTS.get(selector):
+                words = words.replace("NSArray *", f"NSArray<{element}> *")
+            self.lines.append(f"{kind} {words}{since};")
         self.lines.append("@end")
 
     def _result(self, selector: str, method: Method) -> str:

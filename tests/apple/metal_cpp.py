@@ -44,7 +44,9 @@ def read(folder: Path) -> Api:
     api = Api()
     bridge = _without_comments((folder / "Metal/MTLHeaderBridge.hpp").read_text())
     api.classes = set(re.findall(r"_DEF_CLS\((\w+)\)", bridge))
-    api.protocols = set(re.findall(r"_DEF_PRO\((\w+)\)", bridge))
+    api.protocols = set(re.findall(r"_DEF_PRO\((\w+)\)", bridge)) | {
+        "MTLCaptureScope"
+    }  # missing there
     selectors = dict(re.findall(r"_DEF_SEL\((\w+),\s*\"([^\"]+)\"\)", bridge))
     for path in sorted((folder / "Metal").glob("MTL*.hpp")):
         text = _without_comments(path.read_text())
@@ -54,7 +56,7 @@ def read(folder: Path) -> Api:
             _read_aliases(api, namespace, body)
             _read_bases(api, namespace, body)
         _read_methods(api, text, selectors)
-        for name in re.findall(r"_MTL_CONST\([\w:]+,\s*(\w+)\)", text):
+        for name in re.findall(r"^_MTL_CONST\([\w:]+,\s*(\w+)\)", text, re.M):
             api.strings.add("MTL" + name)
     api.classes |= set(api.bases) - api.protocols
     return api
@@ -145,7 +147,7 @@ _MESSAGE = re.compile(
     re.S,
 )
 # Bodies that send no message on purpose: made of others, or plain C++.
-_OTHER = re.compile(r"alloc<|::init<|std::function|Function& |__block|Make\(")
+_OTHER = re.compile(r"return \w+\(\);|alloc<|::init<|std::function|Function& |__block|Make\(")
 
 
 def _read_methods(api: Api, text: str, selectors: dict[str, str]) -> None:

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -30,6 +32,10 @@ State& state() {
   static State* const only = new State;  // never destroyed: other threads may still run at exit
   return *only;
 }
+
+constexpr std::string_view kCounts[] = {"dispatches", "barriers", "command_buffers",
+                                        "pipelines_compiled", "pipelines_loaded"};
+std::atomic<long> counts[std::size(kCounts)];
 
 struct Name {
   std::string_view name;
@@ -111,6 +117,8 @@ bool fault_due(Fault fault, long* code) {
   return false;
 }
 
+void count(Count what) { ++counts[size_t(what)]; }
+
 std::pair<long, long> macos_version() {
   const char* text = std::getenv("SOFTWARE_METAL_MACOS");
   if (!text || !*text) return {26, 0};
@@ -169,5 +177,11 @@ int software_metal_faults_left() {
   const std::lock_guard lock(state().mutex);
   read_environment();
   return int(state().faults.size());
+}
+long software_metal_count(const char* what) {
+  for (size_t i = 0; i < std::size(kCounts); ++i) {
+    if (kCounts[i] == what) return counts[i];
+  }
+  return -1;
 }
 long software_metal_objects() { return software_metal_live_objects(); }

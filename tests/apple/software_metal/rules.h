@@ -34,6 +34,9 @@ constexpr int kFaults = 10;
 // True when this call is the one that was asked to fail; `code` is what came with the fault.
 bool fault_due(Fault fault, long* code = nullptr);
 
+enum class Count { dispatches, barriers, command_buffers, pipelines_compiled, pipelines_loaded };
+void count(Count what);
+
 // ---- the machine that is played -----------------------------------------------------------------
 std::pair<long, long> macos_version();  // SOFTWARE_METAL_MACOS, "26.0" unless set
 long apple_family();                    // SOFTWARE_METAL_FAMILY, 9 unless set (MTLGPUFamilyApple9)
@@ -55,5 +58,10 @@ SOFTWARE_METAL_API void software_metal_forget();
 SOFTWARE_METAL_API int software_metal_inject(const char* fault, int skip);
 // Faults asked for that have not happened yet.
 SOFTWARE_METAL_API int software_metal_faults_left();
+// A device that was lost is back.
+SOFTWARE_METAL_API void software_metal_repair();
+// How often something happened: "dispatches", "barriers", "command_buffers", "pipelines_compiled",
+// "pipelines_loaded"; -1 for an unknown name.
+SOFTWARE_METAL_API long software_metal_count(const char* what);
 // Living Objective-C objects, classes and literals apart.
 SOFTWARE_METAL_API long software_metal_objects();

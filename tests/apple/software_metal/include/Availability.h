@@ -1,0 +1,3 @@
+// Availability.h: see os/availability.h.
+#pragma once
+#include <os/availability.h>

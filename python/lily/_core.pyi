@@ -31,6 +31,12 @@ class DeviceStatus:
     @property
     def description(self) -> str: ...
 
+def metal_files() -> list[str]:
+    """The kernel files that Apple's compiler is given."""
+
+def metal_source(file: str, exact: bool) -> str:
+    """Such a file's text with its headers in place; see LILY_METAL_SOURCE."""
+
 def devices() -> list[DeviceStatus]:
     """The devices lily knows, with the reason where one is missing."""
 
@@ -60,6 +66,8 @@ class Kernels:
         """
         Seconds of one run of the calls as one program, the mean of `times` replays.
         """
+
+    def command_buffers(self, calls: Sequence[tuple[str, Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]]]]) -> tuple[list[int], list[float]]: ...
 
     def run_library(self, path: str, calls: Sequence[tuple[str, Sequence[tuple[KernelBuffer, int, int, str]], Sequence[str], Sequence[int]]]) -> list[list[int]]: ...
 

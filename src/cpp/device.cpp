@@ -86,15 +86,18 @@ std::vector<uint32_t> hazard_levels(const CommandList& list) {
   return level;
 }
 
+#ifndef LILY_HAS_METAL
+DeviceRef make_metal(bool, std::string& why) {
+  why = "Metal is Apple's: this build is for another system";
+  return nullptr;
+}
+#endif
+
 namespace {
 struct Factory {
   const char* name;
   DeviceRef (*make)(bool exact, std::string& why);
 };
-DeviceRef make_metal(bool, std::string& why) {
-  why = "this build has no Metal device yet";
-  return nullptr;
-}
 constexpr Factory kFactories[] = {
     {"metal", make_metal}, {"cuda", make_cuda}, {"cpu", make_cpu}, {"sim", make_sim}};
 }  // namespace

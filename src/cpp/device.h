@@ -118,7 +118,7 @@ enum class Family : uint8_t { cpu, sim, cuda, apple };
 class Device {
  public:
   virtual ~Device() = default;
-  virtual std::string name() const = 0;  // "cpu", "sim", "cuda"
+  virtual std::string name() const = 0;  // "cpu", "sim", "cuda", "metal"
   virtual std::string description() const = 0;
   virtual Family family() const = 0;
   virtual uint64_t memory_limit() const = 0;  // bytes that allocate may hand out in all
@@ -167,5 +167,6 @@ DeviceRef make_device(const std::string& name, bool exact);
 DeviceRef make_cpu(bool exact, std::string& why);
 DeviceRef make_sim(bool exact, std::string& why);
 DeviceRef make_cuda(bool exact, std::string& why);
+DeviceRef make_metal(bool exact, std::string& why);
 
 }  // namespace lily

@@ -64,11 +64,13 @@ class HostQueue {
     changed_.wait(lock, [&] { return done_ >= last; });
   }
 
- private:
+  // Throws in a fork, which has none of the threads.
   void check_process() const {
     check(getpid() == process_, "the engine belongs to process ", process_, ", this is ", getpid(),
           ": its threads do not live on in a fork");
   }
+
+ private:
   void work() {
     std::unique_lock lock(mutex_);
     for (;;) {

@@ -6,6 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
@@ -13,6 +14,8 @@
 #include <cstring>
 
 #include "engine.h"
+#include "metal_split.h"
+#include "metal_text.h"
 #include "sim.h"
 
 namespace nb = nanobind;
@@ -93,8 +96,8 @@ struct Kernels {
     return all;
   }
 
-  // One program of the calls (op, params, args, step (0 or 1), unbound).
-  ProgramRef program_of(const std::vector<Call>& calls, bool reuse) {
+  // The calls (op, params, args, step (0 or 1), unbound) as one list.
+  CommandList list_of(const std::vector<Call>& calls) {
     CommandList list;
     list.label = "kernels";
     Recorder recorder(*device, list);
@@ -108,7 +111,10 @@ struct Kernels {
       recorder.any(Op(op), {reinterpret_cast<const std::byte*>(params.data()), params.size()},
                    tensors, step.empty() ? Tensor{} : view(step[0]), slabs);
     }
-    return device->compile(std::move(list), reuse);
+    return list;
+  }
+  ProgramRef program_of(const std::vector<Call>& calls, bool reuse) {
+    return device->compile(list_of(calls), reuse);
   }
   // On sim what the last run did to memory; elsewhere nothing knows.
   Traffic run(const std::vector<Call>& calls, bool reuse, int times) {
@@ -125,6 +131,15 @@ struct Kernels {
     device->wait(device->submit(program));
     const Released released;
     return device->time_program(program, times);
+  }
+
+  // Where Metal cuts such a list into command buffers, and the predicted seconds of each launch.
+  std::pair<std::vector<size_t>, std::vector<double>> command_buffers(
+      const std::vector<Call>& calls) {
+    const CommandList list = list_of(calls);
+    std::vector<double> seconds;
+    for (const Launch& l : list.launches) seconds.push_back(predicted_seconds(list, l));
+    return {command_buffer_ends(list), seconds};
   }
 
   using Foreign =
@@ -237,6 +252,9 @@ NB_MODULE(_core, m) {
       .def_ro("name", &DeviceStatus::name)
       .def_ro("available", &DeviceStatus::available)
       .def_ro("description", &DeviceStatus::description);
+  m.def("metal_files", &metal_files, "The kernel files that Apple's compiler is given.");
+  m.def("metal_source", &metal_source, "file"_a, "exact"_a,
+        "Such a file's text with its headers in place; see LILY_METAL_SOURCE.");
   m.def("devices", &device_statuses, nb::call_guard<Released>(),
         "The devices lily knows, with the reason where one is missing.");
 
@@ -273,6 +291,7 @@ NB_MODULE(_core, m) {
       .def("run", &Kernels::run, "calls"_a, "reuse"_a = false, "times"_a = 1)
       .def("time", &Kernels::time, "calls"_a, "times"_a,
            "Seconds of one run of the calls as one program, the mean of `times` replays.")
+      .def("command_buffers", &Kernels::command_buffers, "calls"_a)
       .def("run_library", &Kernels::run_library, "path"_a, "calls"_a);
   nb::class_<MemoryTable>(m, "MemoryTable", "Bytes by purpose.")
       .def_ro("weights", &MemoryTable::weights)

@@ -35,7 +35,8 @@ struct Call {
 };
 
 // Runs all groups and checks every access. Throws DeviceError. One call at a time in the process.
-Touched run(const Call& call, uint64_t seed);
+// `spans`, where given, takes the bytes that were touched; params count as read.
+Touched run(const Call& call, uint64_t seed, TouchedSpans* spans = nullptr);
 
 // Small and fast: only the order of things hangs on it.
 struct Random {
@@ -149,6 +150,8 @@ extern Emulator emulator __attribute__((visibility("hidden")));
 // `by_simd`: all lanes of the simdgroup read.
 void touch_bytes(uintptr_t at, uint64_t bytes, bool write, bool by_simd);
 void touch_atomic(uintptr_t at, bool read, bool write);
+// The bytes of a range that the launch touched, added to `spans`.
+void collect_spans(const Range& range, TouchedSpans& spans);
 // The range that holds an address, or null.
 const Range* range_of(uintptr_t at);
 std::string describe(const Fault& fault);

@@ -318,6 +318,7 @@ void build_ranges(const Call& call) {
       r.readable |= reads(d.access);
       r.writable |= writes(d.access);
       r.counted |= d.counted;
+      r.initialised |= d.initialised;
       r.word_delta = d.shadow->word_delta();
       r.half_delta = d.shadow->half_delta();
       r.byte_delta = d.shadow->byte_delta();
@@ -343,7 +344,7 @@ void fail(const Fault& fault) {
   __builtin_unreachable();
 }
 
-Touched run(const Call& call, uint64_t seed) {
+Touched run(const Call& call, uint64_t seed, TouchedSpans* spans) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   Emulator& e = emulator;
@@ -357,6 +358,8 @@ Touched run(const Call& call, uint64_t seed) {
   e.map = nullptr;
   e.maps.clear();
   build_ranges(call);
+  std::vector<std::vector<Span>> noted(spans ? e.fixed_ranges : 0);
+  for (size_t i = 0; i < noted.size(); ++i) e.ranges[i].granules = &noted[i];
   e.params = call.params;
   for (uint32_t i = 0; i < 5; ++i) {
     e.params_last[i] = call.params_size >> i ? call.params_size - (1u << i) + 1 : 0;
@@ -375,6 +378,11 @@ Touched run(const Call& call, uint64_t seed) {
   for (const uint32_t linear : e.group_order) {
     run_group(linear, call.grid.threads);
     if (e.fault.kind != FaultKind::none) throw DeviceError(describe(e.fault));
+  }
+  if (spans) {
+    *spans = {};
+    if (call.params_size > 0) spans->read.push_back({call.params, call.params + call.params_size});
+    for (size_t i = 0; i < noted.size(); ++i) collect_spans(e.ranges[i], *spans);
   }
   Touched sum;
   for (size_t i = 0; i < e.fixed_ranges; ++i) {

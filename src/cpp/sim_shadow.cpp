@@ -215,6 +215,11 @@ LILY_INLINE void check_order(const Range& range, uintptr_t at, unsigned n, How h
   if (n > first) check_half(order, range, at + first, n - first);
 }
 
+__attribute__((noinline)) void note_granule(std::vector<Span>& all, uintptr_t granule) {
+  if (!all.empty() && all.back().end == granule) all.back().end += 8;
+  else all.push_back({granule, granule + 8});
+}
+
 // n bytes of one granule of a range.
 LILY_INLINE void touch(Range& range, uintptr_t at, unsigned n, How how) {
   const uintptr_t granule = at & ~uintptr_t(7);
@@ -222,7 +227,10 @@ LILY_INLINE void touch(Range& range, uintptr_t at, unsigned n, How how) {
   const uint64_t mask = (n == 8 ? 0xffu : (1u << n) - 1u) << (at & 7);
   uint64_t w = word;
   const bool stale = w >> kTagShift != emulator.tag;
-  if (stale) w = (w & 0xff) | emulator.tag << kTagShift;
+  if (stale) {
+    w = (w & 0xff) | emulator.tag << kTagShift;
+    if (range.granules) note_granule(*range.granules, granule);
+  }
   uint64_t seen;
   if (how.write) {
     seen = mask << kWrittenShift;
@@ -230,7 +238,7 @@ LILY_INLINE void touch(Range& range, uintptr_t at, unsigned n, How how) {
     range.touched.written += n;
     seen |= mask;
   } else {
-    if ((w & mask) != mask) [[unlikely]] {
+    if ((w & mask) != mask && !range.initialised) [[unlikely]] {
       fail_access(FaultKind::uninitialised, at + __builtin_ctzll((mask & ~w) >> (at & 7)), n,
                   false);
     }
@@ -346,6 +354,30 @@ void touch_atomic(uintptr_t at, bool read, bool write) {
   }
 }
 const Range* range_of(uintptr_t at) { return find(at, 1); }
+
+// Bytes of a noted granule, by its word's marks.
+namespace {
+void add_bytes(std::vector<Span>& spans, uintptr_t granule, unsigned marks) {
+  for (unsigned i = 0; i < 8; ++i) {
+    if (!(marks >> i & 1)) continue;
+    const uintptr_t at = granule + i;
+    if (!spans.empty() && spans.back().end == at) ++spans.back().end;
+    else spans.push_back({at, at + 1});
+  }
+}
+}  // namespace
+void collect_spans(const Range& range, TouchedSpans& spans) {
+  std::vector<Span>& noted = *range.granules;
+  std::sort(noted.begin(), noted.end(),
+            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  for (const Span& s : noted) {
+    for (uintptr_t granule = s.begin; granule < s.end; granule += 8) {
+      const uint64_t word = *reinterpret_cast<const uint64_t*>(granule + range.word_delta);
+      add_bytes(spans.read, granule, word >> kReadShift & 0xff);
+      add_bytes(spans.written, granule, word >> kWrittenShift & 0xff);
+    }
+  }
+}
 
 // ---- words --------------------------------------------------------------------------------------
 namespace {

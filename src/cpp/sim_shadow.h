@@ -61,13 +61,22 @@ struct Touched {
   uint64_t read = 0, read_distinct = 0, written = 0, written_distinct = 0;  // bytes
 };
 
+// The bytes themselves: spans in ascending order with gaps between them.
+struct Span {
+  uintptr_t begin, end;
+};
+struct TouchedSpans {
+  std::vector<Span> read, written;
+};
+
 // What a launch declares: an argument, an unbound range, params, step; or a threadgroup array.
 struct Declared {
   uintptr_t begin = 0, end = 0;
   Access access = Access::none;
   const Shadow* shadow = nullptr;
-  std::string what;      // for messages
-  bool counted = false;  // part of the launch's traffic
+  std::string what;          // for messages
+  bool counted = false;      // part of the launch's traffic
+  bool initialised = false;  // by somebody who does not tell the shadow
 };
 
 // A piece of memory with one set of permissions: declarations cut where they overlap.
@@ -78,8 +87,10 @@ struct Range {
   bool readable = false, writable = false;
   bool stamped = false;  // somebody may write here, or in a granule that it shares
   bool counted = false;
+  bool initialised = false;
   Space space = kDeviceSpace;
   Touched touched;
+  std::vector<Span>* granules = nullptr;  // where granules are noted as they are first touched
 };
 
 // Order between accesses of one launch. A moment is a number taken at every synchronisation:

@@ -67,6 +67,11 @@ class Kernels:
         Seconds of one run of the calls as one program, the mean of `times` replays.
         """
 
+    def cancel(self, on: bool = True) -> None:
+        """
+        From any thread: ends a run in progress, and those that follow until it is taken back.
+        """
+
     def command_buffers(self, calls: Sequence[tuple[str, Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]]]]) -> tuple[list[int], list[float]]: ...
 
     def run_library(self, path: str, calls: Sequence[tuple[str, Sequence[tuple[KernelBuffer, int, int, str]], Sequence[str], Sequence[int]]]) -> list[list[int]]: ...

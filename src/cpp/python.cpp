@@ -61,7 +61,9 @@ struct KernelBuffer {
 
 // Single ops by name, for kernel tests and benchmarks: the same recorder, devices and kernels.
 struct Kernels {
+  explicit Kernels(DeviceRef device_) : device(std::move(device_)) {}
   DeviceRef device;
+  std::atomic<bool> cancelled = false;
 
   KernelBuffer buffer(uint64_t bytes, const std::string& label) {
     return {device, device->tensor(DType::u32, (bytes + 3) / 4, label)};
@@ -119,9 +121,12 @@ struct Kernels {
   // On sim what the last run did to memory; elsewhere nothing knows.
   Traffic run(const std::vector<Call>& calls, bool reuse, int times) {
     const ProgramRef program = program_of(calls, reuse);
-    Ticket last = 0;
-    for (int i = 0; i < times; ++i) last = device->submit(program);
-    device->wait(last);
+    {
+      const Released released;
+      Ticket last = 0;
+      for (int i = 0; i < times; ++i) last = device->submit(program, &cancelled);
+      device->wait(last);
+    }
     return device->family() == Family::sim ? traffic(sim_records(*program)) : Traffic{};
   }
 
@@ -284,13 +289,16 @@ NB_MODULE(_core, m) {
       .def(
           "__init__",
           [](Kernels* self, const std::string& device, bool exact) {
-            new (self) Kernels{make_device(device, exact)};
+            new (self) Kernels(make_device(device, exact));
           },
           "device"_a, "exact"_a)
       .def("buffer", &Kernels::buffer, "nbytes"_a, "label"_a)
       .def("run", &Kernels::run, "calls"_a, "reuse"_a = false, "times"_a = 1)
       .def("time", &Kernels::time, "calls"_a, "times"_a,
            "Seconds of one run of the calls as one program, the mean of `times` replays.")
+      .def(
+          "cancel", [](Kernels& k, bool on) { k.cancelled = on; }, "on"_a = true,
+          "From any thread: ends a run in progress, and those that follow until it is taken back.")
       .def("command_buffers", &Kernels::command_buffers, "calls"_a)
       .def("run_library", &Kernels::run_library, "path"_a, "calls"_a);
   nb::class_<MemoryTable>(m, "MemoryTable", "Bytes by purpose.")

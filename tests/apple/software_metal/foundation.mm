@@ -31,6 +31,7 @@
 @end
 
 @implementation NSString
+@dynamic length, UTF8String;  // the subclasses'; a literal has room for its own three fields only
 + (instancetype)alloc {
   return self == [NSString class] ? (id)[HeapString alloc] : [super alloc];
 }
@@ -83,7 +84,7 @@
 @implementation HeapString
 - (instancetype)initWithBytes:(const void*)bytes
                        length:(NSUInteger)length
-                     encoding:(NSUInteger)encoding {
+                     encoding:(NSStringEncoding)encoding {
   text.assign(static_cast<const char*>(bytes), length);
   return self;
 }
@@ -334,4 +335,14 @@ void NSLog(NSString* format, ...) {
   vfprintf(stderr, format.UTF8String, values);
   va_end(values);
   fputc('\n', stderr);
+}
+
+// What the compiler takes for @[] and @{}.
+extern "C" {
+extern id __NSArray0__, __NSDictionary0__;
+id __NSArray0__, __NSDictionary0__;
+}
+__attribute__((constructor(102))) static void make_empty_collections() {
+  __NSArray0__ = [[HeapArray alloc] init];
+  __NSDictionary0__ = [[HeapDictionary alloc] init];
 }

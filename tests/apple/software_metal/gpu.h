@@ -163,8 +163,10 @@ struct Encoder {
   std::vector<std::string> signposts;
   std::set<MemoryRef> used;               // useResource
   std::map<MemoryRef, bool> tracked;      // tracked memory it binds or uses; whether it may write it
-  std::vector<NodeRef> open;              // since the last barrier
-  std::vector<NodeRef> before;            // what a new node is after: what the last barrier closed
+  // A new node is after `before` (what the last barrier closed) and `waits` (fences since then).
+  std::vector<NodeRef> before, waits, open;  // open: the nodes since the last barrier
+  NodeRef current;                           // takes the next dispatch
+  std::set<FenceRef> updated;
   // Barriers for some resources only: the number of dispatches before, and the memory.
   std::vector<std::pair<size_t, std::set<MemoryRef>>> partial;
   size_t dispatched = 0;

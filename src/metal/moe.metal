@@ -264,10 +264,10 @@ static inline uint pair_expert(device const Route* route, PARAM_REF(GroupRows) p
     SHARED(atomic_uint, counts, 1024);                                                            \
     SHARED(uint, scratch, GROUP_THREADS / 32);                                                    \
     const uint expert = group.x, pairs = p.rows * p.top_k;                                        \
-    atomic_store_explicit(&counts[tid], 0, memory_order_relaxed);                                 \
+    atomic_store_explicit(&counts[tid], 0u, memory_order_relaxed);                                \
     threadgroup_barrier(mem_flags::mem_threadgroup);                                              \
     for (uint i = tid; i < pairs; i += GROUP_THREADS) {                                           \
-      atomic_fetch_add_explicit(&counts[pair_expert(route, p, i)], 1, memory_order_relaxed);      \
+      atomic_fetch_add_explicit(&counts[pair_expert(route, p, i)], 1u, memory_order_relaxed);     \
     }                                                                                             \
     threadgroup_barrier(mem_flags::mem_threadgroup);                                              \
     const uint count = atomic_load_explicit(&counts[tid], memory_order_relaxed);                  \

@@ -220,7 +220,7 @@ static inline Kept keep_first(device const float* adjusted, uint vocab, float to
   _Pragma("clang loop unroll(disable)") for (uint level = 0; level < 5; ++level) {
     const uint shift = 32 - 8 * level;
     UNROLL for (uint j = 0; j < 3; ++j) {
-      atomic_store_explicit(&bins[j * KEEP_BINS + tid], 0, memory_order_relaxed);
+      atomic_store_explicit(&bins[j * KEEP_BINS + tid], 0u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint i = tid; i < vocab; i += 4 * DRAW_THREADS) {
@@ -236,7 +236,7 @@ static inline Kept keep_first(device const float* adjusted, uint vocab, float to
           bin = 255 - ((k >> shift) & 255);
         }
         if (counted) {
-          atomic_fetch_add_explicit(&bins[bin], 1, memory_order_relaxed);
+          atomic_fetch_add_explicit(&bins[bin], 1u, memory_order_relaxed);
           if (by_mass) {  // 64 bits in two words: whoever wraps the low one carries
             const ulong mass = fixed_mass(relative(v[j], top));
             const uint low = (uint)mass, high = (uint)(mass >> 32);
@@ -447,7 +447,7 @@ static inline void sample_draw_body(device const float* logits, device const flo
     step->position[row] = position;
     device atomic_uint* counted =
         (device atomic_uint*)((device uchar*)step + step->counts_offset) + (ulong)slot * vocab;
-    atomic_fetch_add_explicit(counted + token, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(counted + token, 1u, memory_order_relaxed);
   }
 }
 #define SAMPLE_DRAW(op, name, c0, c1, c2)                                                          \

@@ -8,9 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
-
 import msl_lint
+import pytest
 from msl_table import ROWS, Row
 
 if importlib.util.find_spec("ziglang") is None:

@@ -88,11 +88,13 @@ class Gpu {
     }
   }
   ~Gpu() {
-    if (@available(macOS 15, *)) {
-      id<MTLResidencySet> set = residency_;
-      if (set) {
-        [queue removeResidencySet:set];
-        [set endResidency];
+    @autoreleasepool {
+      if (@available(macOS 15, *)) {
+        id<MTLResidencySet> set = residency_;
+        if (set) {
+          [queue removeResidencySet:set];
+          [set endResidency];
+        }
       }
     }
   }

@@ -12,8 +12,16 @@ from kernel_harness import Kernels
 from lily import _core
 
 ROOT = Path(__file__).resolve().parent.parent
-DEVICES = ("cpu", "sim", "cuda")
 _STATUS = {s.name: s for s in _core.devices()}
+_REQUIRED = os.environ.get("LILY_REQUIRE", "").split(",")
+# LILY_DEVICES names the ones to test; metal else counts where it is, or has to be.
+_METAL = ("metal",) if _STATUS["metal"].available or "metal" in _REQUIRED else ()
+DEVICES = tuple(filter(None, os.environ.get("LILY_DEVICES", "").split(","))) or (
+    "cpu",
+    "sim",
+    "cuda",
+    *_METAL,
+)
 
 
 def require_device(name: str) -> None:
@@ -21,7 +29,7 @@ def require_device(name: str) -> None:
     status = _STATUS[name]
     if status.available:
         return
-    if name in os.environ.get("LILY_REQUIRE", "").split(","):
+    if name in _REQUIRED:
         pytest.fail(f"device {name} is required and absent: {status.description}")
     pytest.skip(f"device {name} is absent: {status.description}")
 
@@ -46,10 +54,11 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[True, False], ids=["exact", "bf16"])
 def kernels(request: pytest.FixtureRequest, device: str) -> Kernels:
     """Single ops on each device in both activation modes."""
-    return _on_card(request.param) if device == "cuda" else Kernels(device, request.param)
+    on_card = device in ("cuda", "metal")
+    return _on_card(device, request.param) if on_card else Kernels(device, request.param)
 
 
 @functools.cache
-def _on_card(exact: bool) -> Kernels:
+def _on_card(device: str, exact: bool) -> Kernels:
     """One for all tests: a context takes 0.2 s to make, the driver compiles kernels for seconds."""
-    return Kernels("cuda", exact)
+    return Kernels(device, exact)

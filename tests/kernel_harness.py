@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,6 +176,13 @@ _NAMES = {
     np.dtype(np.float32): "f32",
     np.dtype(np.uint16): "bf16",
 }
+
+
+@functools.cache
+def emulated(device: str) -> bool:
+    """Whether kernels run there one thread at a time on the host: tests take less of everything."""
+    described = {s.name: s.description for s in _core.devices()}
+    return device == "sim" or "Software Metal" in described[device]
 
 
 class Kernels:

@@ -10,7 +10,7 @@ import pytest
 
 import kernel_harness as h
 import reference as ref
-from kernel_harness import In, InOut, Kernels, Out
+from kernel_harness import In, InOut, Kernels, Out, emulated
 from lily import _core
 
 D = h.CONST["LILY_DELTA_DIM"]
@@ -538,7 +538,7 @@ def test_prefill_700(kernels: Kernels) -> None:
 
 
 def test_prefill_5000(kernels: Kernels) -> None:
-    if kernels.device == "sim":
+    if emulated(kernels.device):
         pytest.skip("5,000 tokens take sim too long; it runs 700")
     check_prefill(kernels, 5000, 2, 4)
 

@@ -12,6 +12,7 @@ import pytest
 
 import make_fixtures
 import reference
+from kernel_harness import emulated
 from lily import _core
 from model_harness import CALM, fresh_engine
 
@@ -35,7 +36,7 @@ def test_logits_of_every_flavour_match_the_reference(
     device: str, flavours: Path, flavour: str
 ) -> None:
     """Prefill and decode, bits, groups, scale types and mixes of them."""
-    if device == "sim" and flavour not in ("mlx4_f16", "mlx8_g32", "mlx_mixed", "mlx16"):
+    if emulated(device) and flavour not in ("mlx4_f16", "mlx8_g32", "mlx_mixed", "mlx16"):
         pytest.skip("sim: four flavours reach every kernel variant")
     folder = _folder(flavours, flavour)
     want, _ = reference.Model.load(folder).forward(IDS)

@@ -10,7 +10,7 @@ import pytest
 import kernel_harness as h
 import reference as ref
 from conftest import require_device
-from kernel_harness import In, InOut, Kernels, Out
+from kernel_harness import In, InOut, Kernels, Out, emulated
 from lily import _core
 
 FORMATS = [(b, g, f16) for b in (4, 8) for g in (32, 64, 128) for f16 in (False, True)]
@@ -174,7 +174,7 @@ def test_project_real_shape(kernels: Kernels) -> None:
 
 def test_project_head(kernels: Kernels) -> None:
     """The 35B's head, 248,320 rows, logits in fp32."""
-    if kernels.device == "sim":
+    if emulated(kernels.device):
         pytest.skip("254 MB of codes are past sim's time")
     rng = np.random.default_rng(6)
     n, k = 248320, 2048
@@ -265,10 +265,10 @@ def test_matmul_n(kernels: Kernels, n: int) -> None:
 )
 def test_matmul_real_shapes(kernels: Kernels, n: int, k: int, mode: str) -> None:
     """Out projection, shared gate and up, shared down, router and shared gate of the 35B."""
-    if kernels.device == "sim" and n * k > 2**20:
+    if emulated(kernels.device) and n * k > 2**20:
         pytest.skip("more than a million weights are past sim's time")
     w = h.weight(np.random.default_rng(n), n, k, 8 if n == 257 else 4, 64)
-    rows = 17 if kernels.device == "sim" else 129
+    rows = 17 if emulated(kernels.device) else 129
     check_matmul(kernels, w, rows, mode, n, n // 2 if mode == "swiglu" else n, 0)
 
 
@@ -351,7 +351,7 @@ def test_expert_tiles(kernels: Kernels, rows: int, tile: int) -> None:
 @pytest.mark.parametrize("swiglu", [True, False], ids=["up", "down"])
 def test_expert_real_shapes(kernels: Kernels, swiglu: bool) -> None:
     """256 experts of the 35B, top-8, with 64 rows."""
-    if kernels.device == "sim":
+    if emulated(kernels.device):
         pytest.skip("hundreds of MB of codes are past sim's time")
     rng = np.random.default_rng(9)
     rows, experts, top_k = 64, 256, 8

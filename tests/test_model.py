@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import find_fixture, require_device
+from kernel_harness import emulated
 from lily import _core
 from model_harness import CALM, DATA, engine, golden, ids_of, max_kl
 
@@ -46,7 +47,7 @@ def test_every_position_matches_the_golden_by_decoding(
     path, file = _places(folder, name)
     g = golden(file)
     ids, want = ids_of(g["ids"]), g["hf_f32.logits"]
-    if device == "sim":
+    if emulated(device):
         ids = ids[:24]  # a token takes a good part of a second there
     session = _core.Session(engine(path, device, True))
     for n in range(1, len(ids) + 1):
@@ -78,7 +79,7 @@ def test_bf16_is_as_close_as_the_peers(device: str) -> None:
     tiled = _core.Session(model).forward(ids)
     session = _core.Session(model)
     stepped = []
-    for n in range(1, (25 if device == "sim" else len(ids)) + 1):
+    for n in range(1, (25 if emulated(device) else len(ids)) + 1):
         session.sync(ids[:n])
         stepped.append(session.logits())
     for got in (tiled, np.array(stepped)):
@@ -103,7 +104,7 @@ def _check_long(session: _core.Session, n: int, rows: dict[int, np.ndarray]) -> 
 
 def _long(device: str) -> tuple[np.ndarray, list[int]]:
     g = golden(DATA / "golden_long_calm.safetensors")
-    n = 700 if device == "sim" else 5000
+    n = 700 if emulated(device) else 5000
     return ids_of(g["ids"])[:n], [int(p) for p in g["pos"] if p < n]
 
 
@@ -151,7 +152,7 @@ def test_verify_and_commit_equal_single_steps_bitwise(device: str, exact: bool) 
     prompt = ids[:250]
     most = 16
     sizes = [(m, n) for m in range(1, 17) for n in range(1, m + 1)]
-    if device == "sim":  # a row takes a good part of a second; 16 rows are in the kernels' tests
+    if emulated(device):  # a row takes a good part of a second; 16 rows are in the kernels' tests
         prompt, most, sizes = ids[:253], 5, [(1, 1), (3, 2), (5, 5)]
     start = len(prompt)
     single = _core.Session(model)
@@ -195,7 +196,7 @@ def test_rejected_drafts_leave_no_trace(device: str) -> None:
 def test_chunkings_agree(device: str) -> None:
     ids = ids_of(golden(DATA / "golden_long_calm.safetensors")["ids"])[:200]
     chunkings = [[17, 64, 65, 54], [128, 72], [1, 199], [63, 1, 136]]
-    if device == "sim":
+    if emulated(device):
         ids, chunkings = ids[:90], [[17, 65, 8], [63, 1, 26]]
     model = engine(CALM, device, True)
     want = _core.Session(model).forward(ids)

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 import reference
-from kernel_harness import In, InOut, Kernels, Out, Weight, linear, make_step, params, weight
+from kernel_harness import (
+    In,
+    InOut,
+    Kernels,
+    Out,
+    Weight,
+    emulated,
+    linear,
+    make_step,
+    params,
+    weight,
+)
 from lily import LilyError
 
 EPS = 1e-6
@@ -334,7 +345,7 @@ def test_fused_halves_are_the_reference_block(kernels: Kernels) -> None:
 
 def test_expert_beyond_four_gigabytes(device: str) -> None:
     """The last expert's codes begin past 2^32 bytes and 2^31 values."""
-    if device == "sim":
+    if emulated(device):
         pytest.skip("sim keeps a shadow of every byte: 5 GB of sparse memory are too much for it")
     k = Kernels(device, True)
     m = Moe(1, hidden=2048, width=2112, shared_width=64, experts=2, top_k=1)
@@ -467,7 +478,7 @@ def grouping(experts: np.ndarray, count: int, tile: int) -> tuple[np.ndarray, ..
     ],
 )
 def test_group_rows(kernels: Kernels, rows: int, experts: int, top_k: int, tile: int) -> None:
-    if kernels.device == "sim" and experts >= 256:
+    if emulated(kernels.device) and experts >= 256:
         pytest.skip("sim: 256 groups of 1024 threads take too long, the smaller cases are the same")
     rng = np.random.default_rng(rows)
     popular = rng.permutation(experts)[: max(2, experts // 2)]  # the others stay empty

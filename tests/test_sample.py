@@ -11,7 +11,7 @@ import pytest
 
 import reference
 from conftest import require_device
-from kernel_harness import CONST, STRUCTS, In, Kernels, Out, params
+from kernel_harness import CONST, STRUCTS, In, Kernels, Out, emulated, params
 from lily import LilyError
 
 NONE = 0xFFFFFFFF
@@ -214,7 +214,7 @@ def test_draws_are_the_references(device: str, combination: str) -> None:
     rng = np.random.default_rng(len(combination))
     rows, wrong, drawn = 16, [], set()
     full = "all" in combination.split("_") or combination == "rewarded"
-    for _ in range(1 if device == "sim" else 13):
+    for _ in range(1 if emulated(device) else 13):
         logits = np.concatenate([model_logits(rng, 8, VOCAB), ties(rng, 8, VOCAB)])
         order = rng.permutation(rows).tolist()
         positions = rng.integers(0, 2**18, rows).tolist()
@@ -244,7 +244,7 @@ def test_draws_are_the_references(device: str, combination: str) -> None:
     "combination", ["greedy", "plain", "top_k", "top_p", "usual", "all", "min_p"]
 )
 def test_a_real_vocabulary(device: str, combination: str) -> None:
-    if device == "sim" and combination in ("top_k", "top_p", "min_p"):
+    if emulated(device) and combination in ("top_k", "top_p", "min_p"):
         pytest.skip("sim: seconds each, and `usual` and `all` go the same ways")
     vocab, limit = 248_320, 248_077
     rng = np.random.default_rng(3)
@@ -253,7 +253,7 @@ def test_a_real_vocabulary(device: str, combination: str) -> None:
     full = full_slot(rng, vocab, logits[0]) if combination == "all" else {}
     settings = COMBINATIONS[combination]
     slots = [Slot(seed=5, settings=settings, **full), Slot(seed=2**40, settings=settings)]
-    rows = 1 if device == "sim" else 2
+    rows = 1 if emulated(device) else 2
     step = make_step(vocab, slots, [1, 0][:rows], [17, 4][:rows], rows)
     result = sample(Kernels(device, True), logits[:rows], step, limit)
     want = [
@@ -313,10 +313,10 @@ def test_limits_fall_where_they_should(device: str) -> None:
         (halves, {"min_p": 0.51}, {9}),
         (halves, {"min_p": 0.49}, {9, 4, 1050}),
     ]
-    k, rows = Kernels(device, True), 4 if device == "sim" else 16
+    k, rows = Kernels(device, True), 4 if emulated(device) else 16
     for logits, settings, want in cases:
         seen: set[int] = set()
-        for seed in range(1 if device == "sim" else 8):
+        for seed in range(1 if emulated(device) else 8):
             mask = allowed if logits is flat else None
             slots = [
                 Slot(seed=1000 * seed + i, settings=settings, allowed=mask) for i in range(rows)

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from kernel_harness import emulated
 from lily import _core
 from model_harness import CALM, DATA, engine, golden, ids_of
 
@@ -81,7 +82,7 @@ def test_step_after_sync_equals_a_fresh_session(model: _core.Engine) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 2, 19, 20, 21, 254, 255, 256, 257, 270])
 def test_rewind_to_any_position(model: _core.Engine, device: str, position: int) -> None:
-    if device == "sim" and position != 256:
+    if emulated(device) and position != 256:
         pytest.skip("sim: one position is enough, each replays the prompt")
     ids = _ids(270)
     session = _core.Session(model)
@@ -144,7 +145,7 @@ def test_penalties_see_prompt_and_generated_tokens(model: _core.Engine) -> None:
 
 def test_cancel_in_a_prefill_leaves_a_valid_prefix(device: str) -> None:
     model = engine(CALM, device, True)
-    ids = _ids(700 if device == "sim" else 5000)
+    ids = _ids(700 if emulated(device) else 5000)
     session = _core.Session(model)
     timer = threading.Timer(0.15, session.cancel)
     timer.start()
@@ -193,7 +194,7 @@ def test_cancel_between_steps_goes_on(model: _core.Engine) -> None:
 def test_two_threads_on_one_session_get_an_error(model: _core.Engine) -> None:
     session = _core.Session(model)
     errors: list[str] = []
-    ids = _ids(600 if model.device != "sim" else 120)
+    ids = _ids(120 if emulated(model.device) else 600)
 
     def other() -> None:
         while thread.is_alive():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernel_harness import emulated
 from lily import _core
 from model_harness import CALM, DATA, engine, golden, ids_of
 
@@ -41,7 +42,7 @@ def test_a_cancel_between_two_steps_changes_nothing(model: _core.Engine, between
     """It may stop the step in flight; the next call takes that one again before it goes ahead."""
     clean = _core.Session(model)
     clean.sync(_ids(30))
-    want = [clean.step().id for _ in range(4 if model.device == "sim" else 8)]
+    want = [clean.step().id for _ in range(4 if emulated(model.device) else 8)]
     session = _core.Session(model)
     session.sync(_ids(30))
     got = []
@@ -137,7 +138,7 @@ def test_refused_sampling_changes_nothing(model: _core.Engine) -> None:
 )
 def test_wild_sampling_draws_some_token(model: _core.Engine, options: dict[str, Any]) -> None:
     """The core is handed what lily.SamplingParams would refuse: it neither hangs nor faults."""
-    if model.device == "sim" and (options.get("temperature") != 1.0 or "seed" in options):
+    if emulated(model.device) and (options.get("temperature") != 1.0 or "seed" in options):
         pytest.skip("sim: the same kernel text; what enters the searches of a draw is enough")
     session = _core.Session(model)
     session.set_sampling(**options)

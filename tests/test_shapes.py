@@ -10,6 +10,7 @@ import pytest
 
 import make_fixtures
 import reference
+from kernel_harness import emulated
 from lily import _core
 from model_harness import fresh_engine
 
@@ -66,7 +67,7 @@ ON_SIM = ("2 experts, top 1", "16 values a key", "7 heads a kv", "all rotated", 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_route_at_the_edges(device: str, tmp_path: Path, name: str) -> None:
     """forward, a step, verify, commit and a context that is just large enough; top_logprobs."""
-    if device == "sim" and name not in ON_SIM:
+    if emulated(device) and name not in ON_SIM:
         pytest.skip("sim: five shapes, each at another kind of edge")
     shape = BASE | SHAPES[name]
     folder = make_fixtures.write_checkpoint(tmp_path / "model", "mlx4", seed=3, **shape)

@@ -213,6 +213,10 @@ REFUSED = [
     ("lane_32", r"simd_shuffle: lane argument 32, a simdgroup has 32 lanes"),
     ("shared_too_much", r"threadgroup memory: 32784 bytes in all, the limit is 32768"),
     (
+        "shared_misaligned",
+        r"misaligned: reads 16 bytes at byte \d+ of threadgroup array 'a', address 0x\w+ is no multiple of 16",
+    ),
+    (
         "shared_after",
         r"thread 63: out of bounds: writes 4 bytes at byte 252 of threadgroup array 'a', which ends at 252",
     ),

@@ -16,7 +16,7 @@ constexpr size_t kStackBytes = 128 * 1024;
 constexpr size_t kSharedLimit = 32 * 1024;  // threadgroup memory of one group
 constexpr size_t kSharedGap = 64;           // between threadgroup arrays
 constexpr size_t kSharedArrays = 24;
-constexpr size_t kSharedArena = kSharedLimit + (kSharedArrays + 1) * (kSharedGap + 16);
+constexpr size_t kSharedArena = kSharedLimit + (kSharedArrays + 1) * (kSharedGap + 32);
 
 #define LILY_SIM_POINTERS_4 void*, void*, void*, void*
 using Kernel = void (*)(LILY_SIM_POINTERS_4, LILY_SIM_POINTERS_4, LILY_SIM_POINTERS_4,

@@ -729,8 +729,9 @@ LILY_CALL void lily_sim_atomic_store(uint32_t* at, uint32_t value) {
   *at = value;
 }
 
-// key: the array's name, its address tells declarations apart.
-LILY_CALL void* lily_sim_shared(const void* key, uint64_t bytes) {
+// key: the array's name, its address tells declarations apart. An array of smaller elements than 16
+// bytes begins at no multiple of 16: whoever reads it in wider pieces must declare it so.
+LILY_CALL void* lily_sim_shared(const void* key, uint64_t bytes, uint64_t alignment) {
   sim::Emulator& e = emulator;
   for (size_t i = 0; i < e.shared_count; ++i) {
     const sim::SharedArray& known = e.shared[i];
@@ -751,7 +752,8 @@ LILY_CALL void* lily_sim_shared(const void* key, uint64_t bytes) {
     fault.size = all;
     sim::fail(fault);
   }
-  const size_t offset = (e.shared_used + sim::kSharedGap + 15) / 16 * 16;
+  const size_t offset =
+      (e.shared_used + sim::kSharedGap + 15) / 16 * 16 + (alignment < 16 ? alignment : 0);
   const uintptr_t begin = reinterpret_cast<uintptr_t>(e.arena) + offset;
   sim::Range& range = e.ranges[e.fixed_ranges + e.shared_count];
   range = {};

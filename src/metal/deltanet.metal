@@ -409,12 +409,12 @@ static inline void delta_wy_body(device const float* q, device const float* k,
                IN(float, beta, 4), OUT(float, w, 5), OUT(float, u, 6), OUT(float, scores, 7),     \
                PARAMS(DeltaWy, 8) IDS) {                                                          \
     READ_IDS                                                                                      \
-    SHARED(float, stage, 2 * LILY_CHUNK * WY_LD); /* then A: LILY_CHUNK * WY_A_LD */              \
+    SHARED(float4, stage, 2 * LILY_CHUNK * WY_LD / 4); /* then A: LILY_CHUNK * WY_A_LD */         \
     SHARED(float2, sums, LILY_CHUNK);                                                             \
     SHARED(float, betas, LILY_CHUNK);                                                             \
     SHARED(float, factors, LILY_CHUNK);                                                           \
-    delta_wy_body(q, k, v, g, beta, w, u, scores, p, stage, sums, betas, factors, group, tid,     \
-                  lane, simd);                                                                    \
+    delta_wy_body(q, k, v, g, beta, w, u, scores, p, (threadgroup float*)stage, sums, betas,      \
+                  factors, group, tid, lane, simd);                                               \
   }
 LILY_VARIANTS_delta_wy(DELTA_WY)
 
@@ -539,13 +539,14 @@ static inline void delta_scan_body(
                IN(float, u, 4), IN(float, scores, 5), IN(float, state_in, 6),                    \
                OUT(float, state_out, 7), OUT(float, o, 8), PARAMS(DeltaScan, 9) IDS) {           \
     READ_IDS                                                                                     \
-    SHARED(float, state, SCAN_V * SCAN_STATE_LD);                                                \
-    SHARED(float, d, SCAN_V * SCAN_WIDE_LD);                                                     \
-    SHARED(float, stage, 2 * LILY_CHUNK * SCAN_LD); /* or LILY_CHUNK * SCAN_WIDE_LD */           \
+    SHARED(float4, state, SCAN_V * SCAN_STATE_LD / 4);                                           \
+    SHARED(float4, d, SCAN_V * SCAN_WIDE_LD / 4);                                                \
+    SHARED(float4, stage, 2 * LILY_CHUNK * SCAN_LD / 4); /* or LILY_CHUNK * SCAN_WIDE_LD */      \
     SHARED(float, grown, LILY_CHUNK);                                                            \
-    SHARED(float, rest, LILY_CHUNK);                                                             \
-    delta_scan_body(q, k, g, w, u, scores, state_in, state_out, o, p, state, d, stage, grown,    \
-                    rest, group, tid, lane, simd);                                               \
+    SHARED(float4, rest, LILY_CHUNK / 4);                                                        \
+    delta_scan_body(q, k, g, w, u, scores, state_in, state_out, o, p, (threadgroup float*)state, \
+                    (threadgroup float*)d, (threadgroup float*)stage, grown,                     \
+                    (threadgroup float*)rest, group, tid, lane, simd);                           \
   }
 LILY_VARIANTS_delta_scan(DELTA_SCAN)
 

@@ -48,7 +48,7 @@ using namespace metal;
 #else
 #define SHARED(T, name, n)    \
   static const char name##_key[] = #name; \
-  T* name = (T*)lily_sim_shared(name##_key, sizeof(T) * (n))
+  T* name = (T*)lily_sim_shared(name##_key, sizeof(T) * (n), alignof(T))
 #endif
 #endif
 

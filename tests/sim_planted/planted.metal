@@ -130,11 +130,12 @@ KERNEL(halves)(IN(ushort, x, 0), OUT(ushort, y, 1) IDS) {
 }
 KERNEL(overlapping_halves)(IN(ushort, x, 0), OUT(ushort, y, 1) IDS) {
   READ_IDS
-  SHARED(ushort, s, 66);
-  s[tid] = x[tid];
-  if (tid == 8) *(threadgroup uint*)(s + 8) = 7;
+  SHARED(uint, s, 33);
+  threadgroup ushort* halves = (threadgroup ushort*)s;
+  halves[tid] = x[tid];
+  if (tid == 8) s[4] = 7;
   BARRIER;
-  y[tid] = s[tid];
+  y[tid] = halves[tid];
 }
 // Every thread reads every value before anyone overwrites it, in device memory.
 KERNEL(in_place)(OUT(float, y, 0) IDS) {
@@ -270,6 +271,14 @@ KERNEL(shared_too_much)(ARGS_XY IDS) {
   SHARED(float, b, 193);
   a[tid] = b[tid] = x[tid];
   y[tid] = a[tid] + b[tid];
+}
+KERNEL(shared_misaligned)(ARGS_XY IDS) {
+  READ_IDS
+  SHARED(float, a, 64);
+  a[tid] = x[tid];
+  BARRIER;
+  const float4 v = *(threadgroup const float4*)(a + (tid & 15) * 4);
+  y[tid] = v.x + v.w;
 }
 KERNEL(shared_after)(ARGS_XY IDS) {
   READ_IDS

@@ -5,11 +5,11 @@ On a Mac these run on its GPU; what needs a fault or another machine runs on the
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,50 +23,33 @@ from kernel_harness import Kernels as Ops
 from lily import LilyError, _core
 from model_harness import CALM, fresh_engine
 
+sys.path.append(str(Path(__file__).resolve().parent / "apple/software_metal"))
+from broken_rules import SoftwareMetal
+
 STATUS = next(s for s in _core.devices() if s.name == "metal")
 pytestmark = pytest.mark.skipif(not STATUS.available, reason=f"no Metal: {STATUS.description}")
 SOURCE = Path(__file__).resolve().parent.parent / "src/metal"
 TIMEOUT, REVOKED, REMOVED, NOT_PERMITTED = 2, 4, 11, 7  # MTLCommandBufferError
 
 
-class Software:
-    """What the software Metal offers to tests: faults, counts, rules that were broken."""
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL(_core.__file__)
-        self.there = hasattr(self.library, "software_metal_inject")
-
-    def inject(self, fault: str, skip: int = 0) -> None:
-        assert self.library.software_metal_inject(fault.encode(), skip)
-
-    def count(self, what: str) -> int:
-        return int(self.library.software_metal_count(what.encode()))
-
-    def broken(self) -> str:
-        text = ctypes.create_string_buffer(1 << 16)
-        self.library.software_metal_broken_rules(text, len(text))
-        return text.value.decode()
-
-    def objects(self) -> int:
-        gc.collect()
-        self.library.software_metal_objects.restype = ctypes.c_long
-        return int(self.library.software_metal_objects())
-
-
-SOFTWARE = Software() if STATUS.available else None
+try:
+    SOFTWARE = SoftwareMetal()
+except AttributeError:  # Apple's, or none
+    SOFTWARE = None
 
 
 @pytest.fixture(autouse=True)
 def no_rule_is_broken() -> Iterator[None]:
+    before = SOFTWARE.broken() if SOFTWARE else []
     yield
-    if SOFTWARE and SOFTWARE.there:
-        assert SOFTWARE.broken() == ""
-        assert SOFTWARE.library.software_metal_faults_left() == 0
+    if SOFTWARE:
+        assert SOFTWARE.broken() == before
+        assert SOFTWARE.faults_left() == 0
 
 
 @pytest.fixture
-def software() -> Software:
-    if not SOFTWARE or not SOFTWARE.there:
+def software() -> SoftwareMetal:
+    if SOFTWARE is None:
         pytest.skip("faults and other machines are played by the software Metal only")
     return SOFTWARE
 
@@ -148,7 +131,7 @@ def test_a_hazard_with_an_older_launch_than_the_last_counts() -> None:
     copies.check()
 
 
-def test_launches_without_a_hazard_share_a_barrier(software: Software) -> None:
+def test_launches_without_a_hazard_share_a_barrier(software: SoftwareMetal) -> None:
     copies = Copies(64, 6, 1)
     before = software.count("barriers")
     copies.run([(0, 0, 1, 0, 64), (2, 0, 3, 0, 64), (4, 0, 5, 0, 64)])
@@ -219,7 +202,7 @@ def long_list(copies: Copies) -> list[tuple]:
     return calls
 
 
-def test_a_long_list_runs_in_parts_each_once(software: Software) -> None:
+def test_a_long_list_runs_in_parts_each_once(software: SoftwareMetal) -> None:
     copies = Copies(64, 3, 2)
     calls = long_list(copies)
     before = software.count("command_buffers"), software.count("dispatches")
@@ -230,7 +213,7 @@ def test_a_long_list_runs_in_parts_each_once(software: Software) -> None:
     copies.check()
 
 
-def test_a_flag_stops_the_parts_that_are_not_committed(software: Software) -> None:
+def test_a_flag_stops_the_parts_that_are_not_committed(software: SoftwareMetal) -> None:
     copies = Copies(64, 3, 2)
     calls = long_list(copies) * 4
     start = software.count("command_buffers")
@@ -269,7 +252,7 @@ def test_a_flag_raised_before_stops_all() -> None:
 
 
 # ---- faults ------------------------------------------------------------------------------------
-def test_a_fault_names_its_step_and_the_next_run_is_right(software: Software) -> None:
+def test_a_fault_names_its_step_and_the_next_run_is_right(software: SoftwareMetal) -> None:
     copies = Copies(64, 3, 4)
     moves = [(0, 0, 1, 0, 64), (1, 0, 2, 0, 64)]
     software.inject(f"command_buffer={TIMEOUT}")
@@ -284,7 +267,7 @@ def test_a_fault_names_its_step_and_the_next_run_is_right(software: Software) ->
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_what_is_behind_a_fault_does_not_count_as_done(software: Software, which: int) -> None:
+def test_what_is_behind_a_fault_does_not_count_as_done(software: SoftwareMetal, which: int) -> None:
     copies = Copies(64, 2, 4)
     calls = [copies.call(0, 0, 1, 0, 64)]
     software.inject(f"command_buffer={TIMEOUT}", which)
@@ -296,7 +279,7 @@ def test_what_is_behind_a_fault_does_not_count_as_done(software: Software, which
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_a_fault_in_a_part_stops_the_rest(software: Software, part: int) -> None:
+def test_a_fault_in_a_part_stops_the_rest(software: SoftwareMetal, part: int) -> None:
     copies = Copies(64, 3, 4)
     calls = long_list(copies)
     software.inject(f"command_buffer={TIMEOUT}", part)
@@ -310,13 +293,13 @@ def test_a_fault_in_a_part_stops_the_rest(software: Software, part: int) -> None
 
 
 @pytest.mark.parametrize("code", [REMOVED, NOT_PERMITTED])
-def test_a_lost_device_says_so_ever_after(software: Software, code: int) -> None:
+def test_a_lost_device_says_so_ever_after(software: SoftwareMetal, code: int) -> None:
     copies = Copies(64, 2, 4)
     calls = [copies.call(0, 0, 1, 0, 64)]
     software.inject(f"command_buffer={code}")
     with pytest.raises(_core.DeviceError, match=r"lost.*kernels: step 0 copy_bytes"):
         copies.core.run(calls)
-    software.library.software_metal_repair()
+    software.repair()
     data = np.zeros(256, np.uint8)
     for call in (
         lambda: copies.core.run(calls),
@@ -331,7 +314,7 @@ def test_a_lost_device_says_so_ever_after(software: Software, code: int) -> None
     fresh.check()
 
 
-def test_hang_after_hang_loses_the_device(software: Software) -> None:
+def test_hang_after_hang_loses_the_device(software: SoftwareMetal) -> None:
     copies = Copies(64, 2, 4)
     calls = [copies.call(0, 0, 1, 0, 64)]
 
@@ -346,10 +329,10 @@ def test_hang_after_hang_loses_the_device(software: Software) -> None:
     revoked("^metal: kernels: step 0")
     revoked("^metal: kernels: step 0")
     revoked("the device was lost")
-    software.library.software_metal_repair()
+    software.repair()
 
 
-def test_a_lost_device_closes_the_engine(software: Software) -> None:
+def test_a_lost_device_closes_the_engine(software: SoftwareMetal) -> None:
     engine = fresh_engine(CALM, "metal", False)
     session = _core.Session(engine)
     session.sync(np.arange(5, dtype=np.uint32))
@@ -357,7 +340,7 @@ def test_a_lost_device_closes_the_engine(software: Software) -> None:
     with pytest.raises(_core.DeviceError, match="lost"):
         for _ in range(3):
             session.step()
-    software.library.software_metal_repair()
+    software.repair()
     with pytest.raises(LilyError, match="the device is lost, the engine is closed"):
         session.step()
     with pytest.raises(LilyError, match="the device is lost, the engine is closed"):
@@ -383,7 +366,7 @@ def used() -> None:
     copies.check()
 
 
-def built(software: Software) -> tuple[int, int]:
+def built(software: SoftwareMetal) -> tuple[int, int]:
     """Pipelines that a first use compiles, and those it finds in the archive."""
     before = software.count("pipelines_compiled"), software.count("pipelines_loaded")
     used()
@@ -393,7 +376,7 @@ def built(software: Software) -> tuple[int, int]:
     )
 
 
-def test_pipelines_are_built_once_and_found_again(software: Software, cache: Path) -> None:
+def test_pipelines_are_built_once_and_found_again(software: SoftwareMetal, cache: Path) -> None:
     compiled, loaded = built(software)
     assert compiled > 0 and loaded <= compiled
     assert built(software) == (0, 1)
@@ -408,7 +391,7 @@ def test_pipelines_are_built_once_and_found_again(software: Software, cache: Pat
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
-def test_a_damaged_archive_is_made_anew(software: Software, cache: Path, damage: str) -> None:
+def test_a_damaged_archive_is_made_anew(software: SoftwareMetal, cache: Path, damage: str) -> None:
     first = built(software)
     (archive,) = cache.iterdir()
     good = archive.read_bytes()
@@ -418,7 +401,7 @@ def test_a_damaged_archive_is_made_anew(software: Software, cache: Path, damage:
     assert built(software) == (0, 1)
 
 
-def test_an_archive_grows_with_what_is_used(software: Software, cache: Path) -> None:
+def test_an_archive_grows_with_what_is_used(software: SoftwareMetal, cache: Path) -> None:
     used()
     ops = Ops("metal", False)
     x = np.ones((1, 64), np.float32)
@@ -433,7 +416,7 @@ def test_an_archive_grows_with_what_is_used(software: Software, cache: Path) -> 
 
 
 def test_archives_are_of_one_system_and_mode(
-    software: Software, cache: Path, monkeypatch: pytest.MonkeyPatch
+    software: SoftwareMetal, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used()
     monkeypatch.setenv("SOFTWARE_METAL_MACOS", "15.1")
@@ -445,7 +428,9 @@ def test_archives_are_of_one_system_and_mode(
 
 
 @pytest.mark.parametrize("fault", ["archive_read", "archive_write"])
-def test_an_archive_that_fails_is_no_error(software: Software, cache: Path, fault: str) -> None:
+def test_an_archive_that_fails_is_no_error(
+    software: SoftwareMetal, cache: Path, fault: str
+) -> None:
     if fault == "archive_read":
         used()
     software.inject(fault)
@@ -471,7 +456,7 @@ def test_the_home_folder_s_cache_is_used(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("macos", "language"), [("14.0", "3.1"), ("15.0", "3.1"), ("26.0", "4.0")])
 def test_a_compile_error_carries_the_compiler_s_text(
-    software: Software, monkeypatch: pytest.MonkeyPatch, macos: str, language: str
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch, macos: str, language: str
 ) -> None:
     monkeypatch.setenv("SOFTWARE_METAL_MACOS", macos)
     copies = Copies(64, 2, 4)
@@ -485,7 +470,7 @@ def test_a_compile_error_carries_the_compiler_s_text(
     copies.check()
 
 
-def test_a_pipeline_error_names_the_kernel(software: Software) -> None:
+def test_a_pipeline_error_names_the_kernel(software: SoftwareMetal) -> None:
     copies = Copies(64, 2, 4)
     software.inject("pipeline")
     with pytest.raises(_core.DeviceError, match="metal: pipeline copy_bytes: "):
@@ -508,7 +493,7 @@ def test_kernels_come_from_a_folder_when_one_is_named(
 
 # ---- memory ------------------------------------------------------------------------------------
 def test_memory_is_refused_with_both_numbers(
-    software: Software, monkeypatch: pytest.MonkeyPatch
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib = 1 << 20
     monkeypatch.setenv("SOFTWARE_METAL_WORKING_SET", str(300 * mib))  # of which 256 are kept back
@@ -528,7 +513,7 @@ def test_memory_is_refused_with_both_numbers(
 
 
 def test_memory_that_metal_refuses_counts_for_nothing(
-    software: Software, monkeypatch: pytest.MonkeyPatch
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib = 1 << 20
     monkeypatch.setenv("SOFTWARE_METAL_WORKING_SET", str(300 * mib))
@@ -540,7 +525,7 @@ def test_memory_that_metal_refuses_counts_for_nothing(
     core.buffer(44 * mib, "all")
 
 
-def test_memory_for_params_that_metal_refuses_is_an_error(software: Software) -> None:
+def test_memory_for_params_that_metal_refuses_is_an_error(software: SoftwareMetal) -> None:
     copies = Copies(64, 2, 4)
     software.inject("allocation")
     with pytest.raises(LilyError, match=r"kernels: no \d+ bytes for params"):
@@ -569,7 +554,7 @@ def test_addresses_are_of_the_gpu() -> None:
 
 @pytest.mark.parametrize("macos", ["14.0", "26.0"])
 def test_memory_reached_by_address_is_resident(
-    software: Software, monkeypatch: pytest.MonkeyPatch, macos: str
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch, macos: str
 ) -> None:
     """Sets from macOS 15 on; each encoder names it before that, or where the device has no sets."""
     monkeypatch.setenv("SOFTWARE_METAL_MACOS", macos)
@@ -583,8 +568,9 @@ def test_memory_reached_by_address_is_resident(
     assert np.array_equal(session.logits(), with_sets)
 
 
-def test_nothing_is_left_behind(software: Software) -> None:
+def test_nothing_is_left_behind(software: SoftwareMetal) -> None:
     used()
+    gc.collect()
     before = software.objects()
     for _ in range(2):
         used()
@@ -593,6 +579,7 @@ def test_nothing_is_left_behind(software: Software) -> None:
         with pytest.raises(_core.DeviceError):
             copies.run([(0, 0, 1, 0, 64)], times=3)
         del copies
+    gc.collect()
     assert software.objects() == before
 
 
@@ -607,7 +594,7 @@ def test_nothing_is_left_behind(software: Software) -> None:
     ],
 )
 def test_says_why_it_is_absent(
-    software: Software, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, reason: str
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, reason: str
 ) -> None:
     faults = 0 if variable.isupper() else int(value)
     monkeypatch.setenv(variable, value)
@@ -623,7 +610,7 @@ def test_says_why_it_is_absent(
 
 @pytest.mark.parametrize("family", ["7", "9"])
 def test_describes_the_machine(
-    software: Software, monkeypatch: pytest.MonkeyPatch, family: str
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     monkeypatch.setenv("SOFTWARE_METAL_FAMILY", family)
     monkeypatch.setenv("SOFTWARE_METAL_MACOS", "14.2")

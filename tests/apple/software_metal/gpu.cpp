@@ -146,6 +146,7 @@ struct Gpu {
   void check_order(const Executed& latest);
   void ready(const NodeRef& node);
   void proceed(const NodeRef& node);
+  void inherit(const NodeRef& node);  // what is over when those before it are
   void finish(const NodeRef& node);
   void fail(const CommandBufferRef& buffer, long code, const std::string& text);
   void complete(const CommandBufferRef& buffer);
@@ -270,6 +271,7 @@ void Gpu::run_one(std::unique_lock<std::mutex>& lock) {
     return;
   }
   check_order(done);
+  if (buffer->over) return;
   executed.push_back(std::move(done));
   --buffer->dispatches_left;
   if (buffer->fault != 0 && buffer->dispatches_left <= buffer->fault_after) {
@@ -425,13 +427,18 @@ void Gpu::ready(const NodeRef& node) {
     proceed(node);
   }
 }
-void Gpu::proceed(const NodeRef& node) {
+void Gpu::inherit(const NodeRef& node) {
+  if (node->after.empty()) return;
   node->past = Past(oldest_id());
   for (const NodeRef& before : node->after) {
     node->past.join(before->past);
     node->past.add(before->id);
   }
   node->after.clear();
+}
+void Gpu::proceed(const NodeRef& node) {
+  node->past = Past(oldest_id());
+  inherit(node);
   if (node->wait_event) {
     for (const Event::Signal& s : node->wait_event->signals) {
       if (s.value < node->event_value) continue;
@@ -487,6 +494,11 @@ void Gpu::fail(const CommandBufferRef& buffer, long code, const std::string& tex
   std::erase_if(runnable, [&](const NodeRef& n) { return n->owner == buffer.get(); });
   if (code == kDeviceRemoved || code == kNotPermitted) lost = code;
   complete(buffer);
+  // None of them becomes ready any more; what waits for them is still behind all before them.
+  for (const NodeRef& n : buffer->nodes) {
+    n->begun = true;
+    inherit(n);
+  }
   for (const NodeRef& n : buffer->nodes) finish(n);
 }
 
@@ -669,3 +681,5 @@ void listen(const EventRef& event, uint64_t value, std::function<void(uint64_t)>
 }
 
 }  // namespace software_metal
+
+void software_metal_repair() { software_metal::repair(); }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -161,7 +162,7 @@ def test_the_command(tmp_path: Path) -> None:
     for other in path.parent.glob("*.metal"):
         if other != path:
             other.unlink()
-    done = msl_lint.subprocess.run(
+    done = subprocess.run(
         [sys.executable, msl_lint.__file__, str(path.parent)], capture_output=True, text=True
     )
     assert done.returncode == 1

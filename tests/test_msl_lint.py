@@ -13,6 +13,8 @@ import msl_lint
 import pytest
 from msl_table import ROWS, Row
 
+from lily import _core
+
 if importlib.util.find_spec("ziglang") is None:
     pytest.skip("ziglang is not installed: nothing here parses kernels", allow_module_level=True)
 
@@ -38,6 +40,18 @@ def test_the_table_is_in_order() -> None:
     for row in ROWS:
         assert row.since <= min(msl_lint.VERSIONS), row
         assert re.match(r"(MLX|llama\.cpp|SPIRV-Cross|Lily) \S+", row.shown_by), row
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["bf16", "exact"])
+@pytest.mark.parametrize("path", sorted(msl_lint.METAL.glob("*.metal")), ids=lambda p: p.stem)
+def test_the_host_hands_over_what_was_linted(path: Path, exact: bool) -> None:
+    """The embedded text, its headers inlined, is the same to the compiler."""
+
+    def words(text: str) -> list[str]:
+        return re.sub(r"^#(?! *pragma).*$", "", text, flags=re.M).split()
+
+    embedded = msl_lint.preprocessed(_core.metal_source(path.stem, exact), 310)
+    assert words(embedded) == words(msl_lint.apple_text(path, 310, exact))
 
 
 # Mistakes: what is replaced in which file by what; what the lint says.

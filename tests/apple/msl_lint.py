@@ -61,16 +61,20 @@ class Refused(Exception):
     """Text that not even the preprocessor takes."""
 
 
-def apple_text(path: Path, version: int, exact: bool) -> str:
+def preprocessed(text: str, version: int, *options: str) -> str:
     """What Apple's compiler gets to see, with #line markers; the library's own text is not in it."""
-    define = ["-DLILY_EXACT=1"] if exact else []
     done = clang(
         "-E", "-x", "c++", "-std=c++14", "-undef", f"-D__METAL_VERSION__={version}",
-        "-DLILY_MSL_NAMES", f"-I{path.parent}", *define, text=f'#include "{path.name}"\n',
+        "-DLILY_MSL_NAMES", *options, text=text,
     )  # fmt: skip
     if done.returncode != 0:
         raise Refused(done.stderr)
     return done.stdout
+
+
+def apple_text(path: Path, version: int, exact: bool) -> str:
+    options = [f"-I{path.parent}", *(["-DLILY_EXACT=1"] if exact else [])]
+    return preprocessed(f'#include "{path.name}"\n', version, *options)
 
 
 # ---- the syntax tree -----------------------------------------------------------------------------

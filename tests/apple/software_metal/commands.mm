@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "objc_runtime.h"
 #include "objects.h"
 
 #pragma clang diagnostic ignored "-Wprotocol"
@@ -10,6 +11,13 @@
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
 
 using namespace software_metal;
+
+// What Metal returns for others to keep is autoreleased, whatever the compiler makes of the call here.
+static void wants_pool(const char* what) {
+  if (software_metal_pools() == 0) {
+    broken_rule("autorelease pool", concat(what, " was called with no pool in place"));
+  }
+}
 
 // ---- queues -------------------------------------------------------------------------------------
 @implementation SoftwareQueue
@@ -41,10 +49,12 @@ using namespace software_metal;
 // https://developer.apple.com/documentation/metal/mtlcommandqueue/makecommandbuffer(): waits while as
 // many as the queue takes are not complete.
 - (SoftwareCommandBuffer*)make:(BOOL)retains errors:(MTLCommandBufferErrorOption)errors {
+  wants_pool("commandBuffer");
   const double begin = now();
   while (*unfinished >= long(most)) {
     if (now() - begin > hang_seconds()) {
-      broken_rule("command buffers", concat("all ", most, " of the queue are in use, and none ends"));
+      broken_rule("command buffers",
+                  concat("all ", most, " of the queue are in use, and none ends"));
       break;
     }
     usleep(200);
@@ -122,6 +132,7 @@ using namespace software_metal;
 // https://developer.apple.com/documentation/metal/mtlcommandencoder: one encoder of a command buffer is
 // active at a time, until endEncoding.
 - (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type {
+  wants_pool("computeCommandEncoder");
   if (open) [self broke:"encoder state" what:"a second encoder while one is open"];
   if (committed) [self broke:"encoder state" what:"an encoder after commit"];
   SoftwareEncoder* made = [[SoftwareEncoder alloc] init];
@@ -216,8 +227,8 @@ using namespace software_metal;
   for (SoftwareResidencySet* set : sets) {
     const std::lock_guard lock(set->mutex);
     if (!set->requested) {
-      [self broke:"residency" what:concat("residency of set '", text(set->label),
-                                          "' was never requested")];
+      [self broke:"residency"
+             what:concat("residency of set '", text(set->label), "' was never requested")];
     }
     if (!set->committed) continue;
     buffer->residents.push_back(set->committed);
@@ -227,8 +238,9 @@ using namespace software_metal;
   for (const ResourceRef& r : buffer->resources) {
     const auto memory = std::dynamic_pointer_cast<Memory>(r);
     if (memory && !resident.count(memory)) {
-      [self broke:"residency" what:concat(memory->name(), " is bound and in no residency set as "
-                                                          "committed")];
+      [self broke:"residency"
+             what:concat(memory->name(), " is bound and in no residency set as "
+                                         "committed")];
     }
   }
 }
@@ -242,13 +254,15 @@ using namespace software_metal;
 - (void)waitUntilScheduled {
 }
 - (MTLCommandBufferStatus)status {
-  if (!committed) return enqueued ? MTLCommandBufferStatusEnqueued : MTLCommandBufferStatusNotEnqueued;
+  if (!committed)
+    return enqueued ? MTLCommandBufferStatusEnqueued : MTLCommandBufferStatusNotEnqueued;
   if (!is_over(buffer)) return MTLCommandBufferStatusCommitted;
   return buffer->error ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
 }
 // Encoders before the one at fault are complete, those after it were not begun.
 - (NSError*)error {
   if (!committed || !is_over(buffer) || buffer->error == 0) return nil;
+  wants_pool("error");
   std::vector<id> infos;
   MTLCommandEncoderErrorState state =
       buffer->faulted ? MTLCommandEncoderErrorStateCompleted : MTLCommandEncoderErrorStatePending;
@@ -324,8 +338,8 @@ using namespace software_metal;
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
   if (![self usable:"setBuffer"]) return;
   if (index >= kBufferArguments) {
-    [owner broke:"argument index" what:concat("buffer ", index, ", the last is ",
-                                              kBufferArguments - 1)];
+    [owner broke:"argument index"
+            what:concat("buffer ", index, ", the last is ", kBufferArguments - 1)];
     return;
   }
   auto* given = static_cast<SoftwareBuffer*>(buffer);
@@ -334,8 +348,9 @@ using namespace software_metal;
     return;
   }
   if (offset >= given->memory->bytes) {
-    [owner broke:"bounds" what:concat("offset ", offset, " of ", given->memory->name(), " of ",
-                                      given->memory->bytes, " bytes")];
+    [owner broke:"bounds"
+            what:concat("offset ", offset, " of ", given->memory->name(), " of ",
+                        given->memory->bytes, " bytes")];
     return;
   }
   [owner needs:given resource:given->memory];
@@ -351,11 +366,12 @@ using namespace software_metal;
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
   if (![self usable:"setBufferOffset"]) return;
   if (index >= kBufferArguments || !bindings[index].memory) {
-    [owner broke:"argument index" what:concat("an offset for index ", index,
-                                              ", where no buffer is bound")];
+    [owner broke:"argument index"
+            what:concat("an offset for index ", index, ", where no buffer is bound")];
   } else if (offset >= bindings[index].memory->bytes) {
-    [owner broke:"bounds" what:concat("offset ", offset, " of ", bindings[index].memory->name(),
-                                      " of ", bindings[index].memory->bytes, " bytes")];
+    [owner broke:"bounds"
+            what:concat("offset ", offset, " of ", bindings[index].memory->name(), " of ",
+                        bindings[index].memory->bytes, " bytes")];
   } else {
     bindings[index].offset = offset;
   }
@@ -373,8 +389,8 @@ using namespace software_metal;
                                                 options:MTLResourceStorageModeShared];
   auto* made = static_cast<SoftwareBuffer*>(copy);
   if (index >= kBufferArguments) {
-    [owner broke:"argument index" what:concat("bytes ", index, ", the last is ",
-                                              kBufferArguments - 1)];
+    [owner broke:"argument index"
+            what:concat("bytes ", index, ", the last is ", kBufferArguments - 1)];
     return;
   }
   // Part of the command buffer itself: it lives as long, and needs no residency set.
@@ -385,9 +401,9 @@ using namespace software_metal;
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   if (![self usable:"setThreadgroupMemoryLength"]) return;
   if (length % 16 || length > lily::sim::kSharedLimit || index >= kBufferArguments) {
-    [owner broke:"threadgroup memory" what:concat(length, " bytes at index ", index,
-                                                  ": a multiple of 16, at most ",
-                                                  lily::sim::kSharedLimit)];
+    [owner broke:"threadgroup memory"
+            what:concat(length, " bytes at index ", index, ": a multiple of 16, at most ",
+                        lily::sim::kSharedLimit)];
   }
 }
 // https://developer.apple.com/documentation/metal/mtlcomputecommandencoder/useresource(_:usage:): what
@@ -397,7 +413,8 @@ using namespace software_metal;
   auto* given = static_cast<SoftwareBuffer*>(resource);
   [owner needs:given resource:given->memory];
   encoder->used.insert(given->memory);
-  if (given->memory->tracked) encoder->tracked[given->memory] |= (usage & MTLResourceUsageWrite) != 0;
+  if (given->memory->tracked)
+    encoder->tracked[given->memory] |= (usage & MTLResourceUsageWrite) != 0;
 }
 - (void)useResources:(const id<MTLResource>[])resources
                count:(NSUInteger)n
@@ -424,6 +441,7 @@ using namespace software_metal;
   encoder->before = std::exchange(encoder->open, {});
   encoder->before.insert(encoder->before.end(), encoder->waits.begin(), encoder->waits.end());
   encoder->waits.clear();
+  encoder->held.clear();
   encoder->current = nullptr;
 }
 // https://developer.apple.com/documentation/metal/mtlcomputecommandencoder/dispatchthreadgroups(_:threadsperthreadgroup:)
@@ -437,15 +455,17 @@ using namespace software_metal;
   const std::string name = concat("kernel ", kernel.name);
   const NSUInteger n = threads.width * threads.height * threads.depth;
   if (n == 0 || n > pipeline.maxTotalThreadsPerThreadgroup) {
-    [owner broke:"threadgroup size" what:concat(name, ": ", n, " threads a group, 1 to ",
-                                                pipeline.maxTotalThreadsPerThreadgroup)];
+    [owner broke:"threadgroup size"
+            what:concat(name, ": ", n, " threads a group, 1 to ",
+                        pipeline.maxTotalThreadsPerThreadgroup)];
     return;
   }
   // https://developer.apple.com/documentation/metal/mtlcomputepipelinedescriptor/threadgroupsizeismultipleofthreadexecutionwidth:
   // a promise; the kernels count on whole simdgroups whether it was made or not.
   if (n % pipeline.threadExecutionWidth != 0) {
-    [owner broke:"threadgroup size" what:concat(name, ": ", n, " threads a group, no multiple of ",
-                                                pipeline.threadExecutionWidth)];
+    [owner broke:"threadgroup size"
+            what:concat(name, ": ", n, " threads a group, no multiple of ",
+                        pipeline.threadExecutionWidth)];
     return;
   }
   if (groups.width * groups.height * groups.depth == 0) {
@@ -463,16 +483,16 @@ using namespace software_metal;
     const Argument& argument = kernel.arguments[a];
     const Binding& binding = bindings[argument.index];
     if (!binding.memory) {
-      [owner broke:"missing argument" what:concat(name, ": nothing is bound at index ",
-                                                  argument.index)];
+      [owner broke:"missing argument"
+              what:concat(name, ": nothing is bound at index ", argument.index)];
       return;
     }
     // The page of setBuffer:offset:atIndex: says what an offset is a multiple of: the type's
     // alignment, in the constant address space 256.
     if (binding.offset % argument.align != 0) {
-      [owner broke:"offset alignment" what:concat(name, ": offset ", binding.offset, " at index ",
-                                                  argument.index, ", must be a multiple of ",
-                                                  argument.align)];
+      [owner broke:"offset alignment"
+              what:concat(name, ": offset ", binding.offset, " at index ", argument.index,
+                          ", must be a multiple of ", argument.align)];
       return;
     }
     if (binding.memory->tracked) encoder->tracked[binding.memory] |= argument.written;
@@ -482,6 +502,7 @@ using namespace software_metal;
   if (!encoder->current) {
     encoder->current = [self new_node];
     encoder->current->after = [self predecessors];
+    encoder->current->held_by = encoder->held;
     encoder->open.push_back(encoder->current);
   }
   encoder->current->dispatches.push_back(std::move(d));
@@ -512,6 +533,8 @@ using namespace software_metal;
     memory.insert(static_cast<SoftwareBuffer*>(resources[i])->memory);
   }
   encoder->partial.emplace_back(encoder->dispatched, std::move(memory));
+  encoder->held = encoder->open;
+  encoder->current = nullptr;
 }
 // https://developer.apple.com/documentation/metal/mtlfence: an update covers what was encoded before it, a
 // wait holds what is encoded after it, and an encoder does not wait for what it updated itself.

@@ -30,8 +30,9 @@ NSString* const MTLBinaryArchiveDomain = @"MTLBinaryArchiveDomain";
 namespace software_metal {
 NSError* make_error(NSString* domain, NSInteger code, const std::string& what, NSArray* encoders) {
   NSDictionary* info =
-      encoders ? @{NSLocalizedDescriptionKey : ns(what), MTLCommandBufferEncoderInfoErrorKey : encoders}
-               : @{NSLocalizedDescriptionKey : ns(what)};
+      encoders
+          ? @{NSLocalizedDescriptionKey : ns(what), MTLCommandBufferEncoderInfoErrorKey : encoders}
+          : @{NSLocalizedDescriptionKey : ns(what)};
   return [NSError errorWithDomain:domain code:code userInfo:info];
 }
 }  // namespace software_metal
@@ -240,7 +241,8 @@ STORED(NSUInteger, initialCapacity, InitialCapacity)
 - (NSArray*)functionNames {
   std::vector<id> names;
   for (size_t k = 0; k < kKernelCount; ++k) {
-    if (std::strcmp(kKernels[k].file, compiled.text->file) == 0) names.push_back(ns(kKernels[k].name));
+    if (std::strcmp(kKernels[k].file, compiled.text->file) == 0)
+      names.push_back(ns(kKernels[k].name));
   }
   return [NSArray arrayWithObjects:names.data() count:names.size()];
 }
@@ -428,7 +430,9 @@ static std::string archive_key(const SoftwareFunction* f) {
   return 2;
 }
 
-- (SoftwareBuffer*)wrap:(void*)foreign length:(NSUInteger)length options:(MTLResourceOptions)options {
+- (SoftwareBuffer*)wrap:(void*)foreign
+                 length:(NSUInteger)length
+                options:(MTLResourceOptions)options {
   SoftwareBuffer* buffer = [[SoftwareBuffer alloc] init];
   // https://developer.apple.com/documentation/metal/mtlhazardtrackingmode: buffers are tracked unless
   // asked for otherwise.

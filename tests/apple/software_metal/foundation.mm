@@ -74,8 +74,8 @@
   return [NSString stringWithUTF8String:(std::string(self.UTF8String) + other.UTF8String).c_str()];
 }
 - (NSString*)stringByAppendingPathComponent:(NSString*)name {
-  return
-      [NSString stringWithUTF8String:(std::string(self.UTF8String) + "/" + name.UTF8String).c_str()];
+  return [NSString
+      stringWithUTF8String:(std::string(self.UTF8String) + "/" + name.UTF8String).c_str()];
 }
 - (NSString*)description {
   return self;

@@ -24,9 +24,9 @@ double now() {
 // ---- memory -------------------------------------------------------------------------------------
 namespace {
 
-constexpr size_t kPage = 16384;             // of Apple silicon
-constexpr size_t kPoisonLimit = 16 << 20;   // as sim: larger buffers may be sparse
-constexpr size_t kQuarantine = 512;         // mappings of released buffers that are kept
+constexpr size_t kPage = 16384;            // of Apple silicon
+constexpr size_t kPoisonLimit = 16 << 20;  // as sim: larger buffers may be sparse
+constexpr size_t kQuarantine = 512;        // mappings of released buffers that are kept
 std::atomic<uint64_t> allocated{0};
 
 struct Quarantine {
@@ -57,7 +57,8 @@ Memory::Memory(size_t bytes_, bool tracked_, void* foreign)
   } else {
     const size_t whole = (bytes + kPage - 1) / kPage * kPage;
     mapped_ = whole + 2 * kPage;
-    mapping_ = mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mapping_ =
+        mmap(nullptr, mapped_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     at = static_cast<std::byte*>(mapping_) + kPage;
     if (mapping_ == MAP_FAILED || mprotect(at, whole, PROT_READ | PROT_WRITE) != 0) {
       throw std::bad_alloc();
@@ -82,9 +83,9 @@ void release(Resource& resource) {
   if (memory) allocated -= memory->bytes;
   if (memory && resource.in_flight == 0) memory->retire();
   if (resource.in_flight > 0) {
-    broken_rule("use after release", concat(resource.name(), " was released while ",
-                                            resource.in_flight.load(),
-                                            " command buffer(s) in flight need it"));
+    broken_rule("use after release",
+                concat(resource.name(), " was released while ", resource.in_flight.load(),
+                       " command buffer(s) in flight need it"));
   }
 }
 
@@ -588,11 +589,14 @@ void commit(const CommandBufferRef& buffer) {
         }
       }
     }
-    for (const NodeRef& before : node->after) {
-      if (before->done) continue;
-      before->next.push_back(node);
-      ++node->waits;
+    for (const auto* list : {&node->after, &node->held_by}) {
+      for (const NodeRef& before : *list) {
+        if (before->done) continue;
+        before->next.push_back(node);
+        ++node->waits;
+      }
     }
+    node->held_by.clear();
   }
   buffer->nodes_left = buffer->nodes.size();
   buffer->fault_after = buffer->dispatches_left / 2;

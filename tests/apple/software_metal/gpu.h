@@ -67,7 +67,7 @@ struct Argument {
 };
 struct Kernel {
   const char* name;
-  const char* file;  // "linear.metal"
+  const char* file;            // "linear.metal"
   lily::sim::Kernel entry[2];  // bf16, exact
   const Argument* arguments;
   size_t argument_count;
@@ -142,6 +142,7 @@ struct Node {
   CommandBuffer* owner = nullptr;
   std::shared_ptr<Encoder> encoder;  // null between encoders
   std::vector<NodeRef> after;        // until the node is ready
+  std::vector<NodeRef> held_by;      // as `after`, but for some memory only: proves no order
   std::vector<Dispatch> dispatches;  // in no order
   std::vector<FenceRef> wait_fences;
   FenceRef update_fence;
@@ -161,11 +162,12 @@ struct Encoder {
   std::string label;
   bool concurrent = false;
   std::vector<std::string> signposts;
-  std::set<MemoryRef> used;               // useResource
-  std::map<MemoryRef, bool> tracked;      // tracked memory it binds or uses; whether it may write it
+  std::set<MemoryRef> used;           // useResource
+  std::map<MemoryRef, bool> tracked;  // tracked memory it binds or uses; whether it may write it
   // A new node is after `before` (what the last barrier closed) and `waits` (fences since then).
   std::vector<NodeRef> before, waits, open;  // open: the nodes since the last barrier
   NodeRef current;                           // takes the next dispatch
+  std::vector<NodeRef> held;                 // by the last barrier for some resources
   std::set<FenceRef> updated;
   // Barriers for some resources only: the number of dispatches before, and the memory.
   std::vector<std::pair<size_t, std::set<MemoryRef>>> partial;
@@ -181,8 +183,8 @@ struct CommandBuffer {
   std::vector<std::shared_ptr<Encoder>> encoders;
   std::set<ResourceRef> resources;
   std::vector<Residents> residents;
-  std::vector<std::string> broken;         // rules broken while it was encoded: it will not run
-  std::function<void()> completed;         // on the thread of handlers
+  std::vector<std::string> broken;  // rules broken while it was encoded: it will not run
+  std::function<void()> completed;  // on the thread of handlers
 
   // All below: the GPU's mutex.
   uint64_t committed = 0;  // when

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+KERNELS = Path(__file__).resolve().parents[3] / "src/metal"
 ALIGN = {"uchar": 1, "ushort": 2, "bfloat": 2, "half": 2, "ulong": 8, "uint4": 16, "float4": 16}
 CONSTANT_ALIGN = 256  # what the documentation of setBuffer:offset:atIndex: asks for on macOS
 
@@ -27,7 +28,8 @@ def flatten(path: Path, seen: set[str], pieces: list[str]) -> None:
         pieces.append("".join(run))
         run = []
         if include[1] not in seen:
-            flatten(path.parent / include[1], seen, pieces)
+            beside = path.parent / include[1]
+            flatten(beside if beside.exists() else KERNELS / include[1], seen, pieces)
     pieces.append("".join(run))
 
 

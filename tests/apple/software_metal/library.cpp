@@ -50,7 +50,8 @@ CompiledText compile(std::string_view source) {
       result.error = place.error(line.substr(std::min<size_t>(7, line.size())));
       return result;
     } else if (starts_with(line, "#include \"")) {
-      result.error = place.error("a text that is compiled at run time has no folder to include from");
+      result.error =
+          place.error("a text that is compiled at run time has no folder to include from");
       return result;
     } else if (starts_with(line, "#define LILY_EXACT") && lines.empty()) {
       result.exact = true;
@@ -73,11 +74,11 @@ CompiledText compile(std::string_view source) {
     }
     if (same < most && t > 0) continue;
     most = same;
-    result.error = same < lines.size()
-                       ? lines[same].place.error(concat("the software Metal was built from another ",
-                                                        text.file, "; here it has: ",
-                                                        lines[same].text))
-                       : place.error(concat("unexpected end of ", text.file));
+    result.error =
+        same < lines.size()
+            ? lines[same].place.error(concat("the software Metal was built from another ",
+                                             text.file, "; here it has: ", lines[same].text))
+            : place.error(concat("unexpected end of ", text.file));
   }
   return result;
 }

@@ -118,8 +118,7 @@ enum { kCacheEntries = 1024 };
 static __thread CacheEntry method_cache[kCacheEntries];
 
 static Method find_in(Class c, Selector name) {
-  CacheEntry* entry =
-      &method_cache[((uintptr_t)c >> 4 ^ (uintptr_t)name) % kCacheEntries];
+  CacheEntry* entry = &method_cache[((uintptr_t)c >> 4 ^ (uintptr_t)name) % kCacheEntries];
   if (entry->c != c || entry->name != name) {
     Method function = class_method(c, name);
     if (!function) {
@@ -160,19 +159,20 @@ __attribute__((visibility("hidden"), used)) Method software_metal_find_super(Sup
   "mov -40(%rbp),%r8\n mov -48(%rbp),%r9\n mov -56(%rbp),%rax\n leave\n"
 #define FUNCTION(name) ".globl " name "\n.hidden " name "\n.type " name ",@function\n" name ":\n"
 #define END(name) ".size " name ",.-" name "\n"
-__asm__(".text\n" FUNCTION("objc_msgSend")
-        "test %rdi,%rdi\n jz 1f\n" SAVE "call software_metal_find\n" RESTORE "jmp *%r11\n"
-        "1: xor %eax,%eax\n xor %edx,%edx\n xorps %xmm0,%xmm0\n xorps %xmm1,%xmm1\n ret\n"
-        END("objc_msgSend")
+__asm__(".text\n" FUNCTION("objc_msgSend") "test %rdi,%rdi\n jz 1f\n" SAVE
+                                           "call software_metal_find\n" RESTORE
+                                           "jmp *%r11\n"
+                                           "1: xor %eax,%eax\n xor %edx,%edx\n xorps %xmm0,%xmm0\n "
+                                           "xorps %xmm1,%xmm1\n ret\n" END("objc_msgSend")
         // The result's place comes first.
-        FUNCTION("objc_msgSend_stret")
-        "test %rsi,%rsi\n jz 1f\n" SAVE "mov %rsi,%rdi\n mov %rdx,%rsi\n"
-        "call software_metal_find\n" RESTORE "jmp *%r11\n"
-        "1: mov %rdi,%rax\n ret\n"
-        END("objc_msgSend_stret")
-        FUNCTION("objc_msgSendSuper2")
-        SAVE "call software_metal_find_super\n" RESTORE "mov (%rdi),%rdi\n jmp *%r11\n"
-        END("objc_msgSendSuper2"));
+        FUNCTION("objc_msgSend_stret") "test %rsi,%rsi\n jz 1f\n" SAVE
+                                       "mov %rsi,%rdi\n mov %rdx,%rsi\n"
+                                       "call software_metal_find\n" RESTORE
+                                       "jmp *%r11\n"
+                                       "1: mov %rdi,%rax\n ret\n" END("objc_msgSend_stret")
+                                           FUNCTION("objc_msgSendSuper2") SAVE
+        "call software_metal_find_super\n" RESTORE
+        "mov (%rdi),%rdi\n jmp *%r11\n" END("objc_msgSendSuper2"));
 #elif defined(__aarch64__)
 #define SAVE                                                                                    \
   "stp x29,x30,[sp,#-16]!\n mov x29,sp\n sub sp,sp,#208\n stp x0,x1,[sp]\n stp x2,x3,[sp,#16]\n" \
@@ -184,13 +184,13 @@ __asm__(".text\n" FUNCTION("objc_msgSend")
   "ldp q4,q5,[sp,#144]\n ldp q6,q7,[sp,#176]\n mov sp,x29\n ldp x29,x30,[sp],#16\n"
 #define FUNCTION(name) ".globl " name "\n.hidden " name "\n.type " name ",%function\n" name ":\n"
 #define END(name) ".size " name ",.-" name "\n"
-__asm__(".text\n" FUNCTION("objc_msgSend")
-        "cbz x0,1f\n" SAVE "bl software_metal_find\n" RESTORE "br x17\n"
-        "1: mov x1,xzr\n movi d0,#0\n movi d1,#0\n movi d2,#0\n movi d3,#0\n ret\n"
-        END("objc_msgSend")
-        FUNCTION("objc_msgSendSuper2")
-        SAVE "bl software_metal_find_super\n" RESTORE "ldr x0,[x0]\n br x17\n"
-        END("objc_msgSendSuper2"));
+__asm__(".text\n" FUNCTION(
+    "objc_msgSend") "cbz x0,1f\n" SAVE "bl software_metal_find\n" RESTORE
+                    "br x17\n"
+                    "1: mov x1,xzr\n movi d0,#0\n movi d1,#0\n movi d2,#0\n movi d3,#0\n ret\n" END(
+                        "objc_msgSend") FUNCTION("objc_msgSendSuper2") SAVE
+        "bl software_metal_find_super\n" RESTORE
+        "ldr x0,[x0]\n br x17\n" END("objc_msgSendSuper2"));
 #else
 #error "the software Metal has no objc_msgSend for this processor"
 #endif
@@ -201,9 +201,7 @@ enum { kHeader = 16 };
 static _Atomic long live;
 long software_metal_live_objects(void) { return live; }
 
-static _Atomic long* references(id object) {
-  return (_Atomic long*)((char*)object - kHeader);
-}
+static _Atomic long* references(id object) { return (_Atomic long*)((char*)object - kHeader); }
 // Literals and classes live for ever.
 static bool counted(id object) {
   return (long*)object->isa != __CFConstantStringClassReference && !is_class(object);
@@ -235,7 +233,10 @@ void object_dispose(id object) {
 }
 id objc_retain(id object) {
   if (!object) return object;
-  if (software_metal_is_block(object)) return _Block_copy(object);
+  // Retaining does not move a closure to the heap, objc_retainBlock does.
+  if (software_metal_is_block(object)) {
+    return (void**)object->isa == _NSConcreteStackBlock ? object : _Block_copy(object);
+  }
   if (counted(object) && ++*references(object) < 2) {
     stop("retain of a dead object of", object->isa->data->name);
   }
@@ -305,6 +306,7 @@ void objc_autoreleasePoolPop(void* token) {
   pool.objects = NULL;
   pool.capacity = 0;
 }
+size_t software_metal_pools(void) { return pool.depth; }
 id objc_autorelease(id object) {
   if (pooled(object)) park(object);
   return object;
@@ -347,7 +349,7 @@ void objc_storeStrong(id* to, id object) {
   objc_release(old);
 }
 static id send(id object, Selector name) {
-  return ((id(*)(id, Selector))objc_msgSend)(object, sel_registerName(name));
+  return ((id (*)(id, Selector))objc_msgSend)(object, sel_registerName(name));
 }
 id objc_alloc(Class c) { return send((id)c, "alloc"); }
 id objc_alloc_init(Class c) { return send(objc_alloc(c), "init"); }

@@ -21,9 +21,11 @@ void objc_msgSend(void);
 void* _Block_copy(const void* block);
 void _Block_release(const void* block);
 bool software_metal_is_block(id object);
+extern void* _NSConcreteStackBlock[32];
 
 long software_metal_references(id object);
 long software_metal_live_objects(void);
+size_t software_metal_pools(void);  // of this thread
 // Of rules.cpp.
 void software_metal_broken_rule(const char* rule, const char* what);
 

@@ -57,8 +57,9 @@ bool add_fault(std::string_view text, int skip) {
   const size_t equals = text.find('=');
   for (const Name& n : kNames) {
     if (n.name != text.substr(0, equals)) continue;
-    const long code =
-        equals == text.npos ? 0 : std::strtol(std::string(text.substr(equals + 1)).c_str(), nullptr, 10);
+    const long code = equals == text.npos
+                          ? 0
+                          : std::strtol(std::string(text.substr(equals + 1)).c_str(), nullptr, 10);
     state().faults.push_back({n.fault, code, skip});
     return true;
   }
@@ -167,6 +168,7 @@ int software_metal_broken_rules(char* text, int bytes) {
 void software_metal_forget() {
   const std::lock_guard lock(state().mutex);
   state().broken.clear();
+  state().faults.clear();
 }
 int software_metal_inject(const char* fault, int skip) {
   const std::lock_guard lock(state().mutex);

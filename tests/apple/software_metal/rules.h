@@ -41,9 +41,9 @@ void count(Count what);
 std::pair<long, long> macos_version();  // SOFTWARE_METAL_MACOS, "26.0" unless set
 long apple_family();                    // SOFTWARE_METAL_FAMILY, 9 unless set (MTLGPUFamilyApple9)
 uint64_t physical_memory();
-uint64_t working_set();     // SOFTWARE_METAL_WORKING_SET, three quarters of the memory unless set
-uint64_t random_seed();     // SOFTWARE_METAL_SEED, 1 unless set
-double hang_seconds();      // SOFTWARE_METAL_HANG, 5 unless set: how long an event may stay away
+uint64_t working_set();  // SOFTWARE_METAL_WORKING_SET, three quarters of the memory unless set
+uint64_t random_seed();  // SOFTWARE_METAL_SEED, 1 unless set
+double hang_seconds();   // SOFTWARE_METAL_HANG, 5 unless set: how long an event may stay away
 
 }  // namespace software_metal
 
@@ -56,7 +56,7 @@ SOFTWARE_METAL_API void software_metal_forget();
 // "allocation", "command_buffer=2", ...: the call after `skip` further ones fails. 0 for an unknown
 // name. The variable SOFTWARE_METAL_FAULTS holds the same at start: "pipeline@3,command_buffer=2@0".
 SOFTWARE_METAL_API int software_metal_inject(const char* fault, int skip);
-// Faults asked for that have not happened yet.
+// Faults asked for that have not happened yet; software_metal_forget drops them.
 SOFTWARE_METAL_API int software_metal_faults_left();
 // A device that was lost is back.
 SOFTWARE_METAL_API void software_metal_repair();

@@ -49,9 +49,37 @@ target_compile_options(software_metal PRIVATE -O2 -g1 -Wall -Wextra -Wno-unused-
 target_include_directories(software_metal PRIVATE ${metal_includes})
 set_source_files_properties(${metal_objc} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "${metal_options};-fobjc-arc")
 set_source_files_properties("${metal_tests}/ns_object.mm" PROPERTIES COMPILE_OPTIONS "${metal_options}")
-set_source_files_properties("${metal_dir}/kernels.cpp" PROPERTIES INCLUDE_DIRECTORIES "${metal_includes}")
+set_source_files_properties("${metal_dir}/kernels.cpp" "${metal_dir}/probe_kernels.cpp" PROPERTIES INCLUDE_DIRECTORIES "${metal_includes}")
 
 # Straight into what links the core: classes are found by their sections, which nothing refers to.
 target_sources(lily_core PRIVATE "${metal_dir}/kernels.cpp")
 target_sources(lily_core INTERFACE $<TARGET_OBJECTS:software_metal> ${metal_c_objects})
 target_link_options(lily_core INTERFACE -Wl,--no-gc-sections)
+
+# The program whose cases break one rule each.
+set(probe_objects "")
+foreach(mode act exact)
+  set(object "${metal_dir}/probe_${mode}.o")
+  set(define "")
+  if(mode STREQUAL "exact")
+    set(define -DLILY_EXACT)
+  endif()
+  add_custom_command(
+    OUTPUT "${object}"
+    COMMAND ${LILY_CLANG} ${LILY_SIM_OPTIONS} ${define} "-I${CMAKE_SOURCE_DIR}/src/metal/clang"
+            "-I${CMAKE_SOURCE_DIR}/src/metal" -c "${metal_tests}/probe.metal" -o "${object}"
+    DEPENDS "${metal_tests}/probe.metal" ${LILY_KERNEL_HEADERS}
+    COMMENT "sim kernels of the probe (${mode})"
+    VERBATIM)
+  list(APPEND probe_objects "${object}")
+endforeach()
+set_source_files_properties(${probe_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+software_metal_table("${metal_dir}/probe_kernels.cpp" "${metal_tests}/probe.metal")
+add_executable(software_metal_probe "${metal_tests}/probe.mm" "${metal_dir}/probe_kernels.cpp"
+               src/cpp/sim_shadow.cpp src/cpp/sim_scheduler.cpp $<TARGET_OBJECTS:software_metal>
+               ${metal_c_objects} ${probe_objects})
+target_compile_options(software_metal_probe PRIVATE -O1 -g1)
+target_include_directories(software_metal_probe PRIVATE ${metal_includes})
+set_source_files_properties("${metal_tests}/probe.mm" PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "${metal_options};-fobjc-arc")
+target_link_libraries(software_metal_probe PRIVATE Threads::Threads)
+target_link_options(software_metal_probe PRIVATE -Wl,--no-gc-sections)

@@ -1,10 +1,7 @@
 // available.h: included before metal.mm on Linux, where clang takes every @available for true: asks
 // the software Metal which macOS it plays (SOFTWARE_METAL_MACOS).
 #pragma once
-#ifdef __cplusplus
-extern "C"
-#endif
-    bool software_metal_available(const char* platforms);
+extern "C" bool software_metal_available(const char* platforms);
 
 // A macro is not expanded inside itself: the inner @available is clang's, true and never linked.
 #define available(...) \

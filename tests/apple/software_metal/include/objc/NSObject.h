@@ -29,7 +29,7 @@ typedef unsigned long NSUInteger;
 @end
 
 __attribute__((objc_root_class))
-@interface NSObject <NSObject> {
+@interface NSObject<NSObject> {
   Class isa;
 }
 + (instancetype)alloc;

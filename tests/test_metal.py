@@ -125,6 +125,15 @@ def test_programs_in_flight_keep_their_order(seed: int) -> None:
     copies.check()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_program_waits_for_the_one_before_while_that_still_runs(seed: int) -> None:
+    """The first launch takes long enough for the next program to be committed behind it."""
+    words = 100_000
+    copies = Copies(words, 3, seed)
+    copies.run([(0, 0, 1, 0, words), (1, 0, 2, 1, words - 1), (2, 0, 0, 0, words)], times=5)
+    copies.check()
+
+
 def test_a_hazard_with_an_older_launch_than_the_last_counts() -> None:
     copies = Copies(64, 6, 1)
     copies.run([(0, 0, 1, 0, 64), (2, 0, 3, 0, 64), (4, 0, 5, 0, 64), (1, 0, 2, 0, 64)])
@@ -534,6 +543,16 @@ def test_memory_for_params_that_metal_refuses_is_an_error(software: SoftwareMeta
     copies.check()
 
 
+def test_freed_memory_is_given_back(software: SoftwareMetal) -> None:
+    copies = Copies(64, 2, 4)
+    copies.run([(0, 0, 1, 0, 64)])
+    before = software.objects()
+    for _ in range(5):
+        copies.core.buffer(4096, "short-lived")
+    assert software.objects() == before
+    copies.run([(0, 0, 1, 0, 64)])
+
+
 def test_a_buffer_of_nothing_is_refused() -> None:
     buffer = _core.Kernels("metal", False).buffer(0, "nothing")
     assert buffer.nbytes == 0  # Device::tensor asks for sixteen bytes at least
@@ -561,6 +580,7 @@ def test_memory_reached_by_address_is_resident(
     session = _core.Session(fresh_engine(CALM, "metal", True))
     session.sync(np.arange(3, 22, dtype=np.uint32))
     with_sets = session.logits()
+    session.step()  # by the decode route, which reaches it as well
     monkeypatch.setenv("SOFTWARE_METAL_MACOS", "26.0")
     software.inject("no_residency_set")
     session = _core.Session(fresh_engine(CALM, "metal", True))

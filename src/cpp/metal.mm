@@ -381,7 +381,7 @@ struct Kernel {
 struct Part {
   size_t begin = 0, end = 0;
   NSString* label = nil;
-  std::vector<__unsafe_unretained id<MTLResource>> read, written;  // by address, where not resident
+  std::vector<__unsafe_unretained id<MTLResource>> reached;  // by address; empty with residency
 };
 struct MetalProgram final : Program {
   std::string step_name(size_t i) const {
@@ -618,7 +618,7 @@ class MetalDevice final : public Device {
       }
       if (gpu_->has_residency()) continue;
       for (const Arg& a : launches[i].unbound) {
-        auto& list = a.access == Access::read ? part.read : part.written;
+        auto& list = part.reached;
         id<MTLBuffer> buffer = resolve(a.tensor).mtl;
         if (std::find(list.begin(), list.end(), buffer) == list.end()) list.push_back(buffer);
       }
@@ -690,12 +690,9 @@ class MetalDevice final : public Device {
         [buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent];
     encoder.label = buffer.label;
     if (fenced_) [encoder waitForFence:gpu_->fence];
-    if (!part.read.empty()) {
-      [encoder useResources:part.read.data() count:part.read.size() usage:MTLResourceUsageRead];
-    }
-    if (!part.written.empty()) {
-      [encoder useResources:part.written.data()
-                      count:part.written.size()
+    if (!part.reached.empty()) {
+      [encoder useResources:part.reached.data()
+                      count:part.reached.size()
                       usage:MTLResourceUsageRead | MTLResourceUsageWrite];
     }
     for (size_t i = part.begin; i < part.end; ++i) {

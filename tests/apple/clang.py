@@ -52,7 +52,8 @@ def precompile(headers: Path, text: str, out: Path, *options: str) -> None:
     includes = "".join(
         line for line in text.splitlines(True) if line.startswith(("#import", "#include"))
     )
-    whole = command(headers, *options, "-x", "objective-c++-header", "-o", str(out), "-")
+    kind = ("-x", "objective-c++-header", "-fpch-instantiate-templates", "-o", str(out))
+    whole = command(headers, *options, *kind, "-")
     subprocess.run(whole, input=includes, text=True, check=True, timeout=120)
 
 

@@ -28,11 +28,17 @@ foreach(source IN LISTS LILY_KERNELS)
     if(mode STREQUAL "exact")
       set(define -DLILY_EXACT)
     endif()
+    # Under the thread sanitizer of the host's code the hooks need names of their own.
+    set(LILY_SIM_RENAME "")
+    if(LILY_SANITIZE STREQUAL "thread")
+      set(LILY_SIM_RENAME COMMAND sed -i "s/__tsan_/__lily_/g" "${object}")
+    endif()
     add_custom_command(
       OUTPUT "${object}"
       COMMAND ${LILY_CLANG} ${LILY_SIM_OPTIONS} ${LILY_TILE_OPTIONS} ${define}
               "-I${CMAKE_SOURCE_DIR}/src/metal/clang" "-I${CMAKE_SOURCE_DIR}/src/metal"
               -c "${source}" -o "${object}"
+      ${LILY_SIM_RENAME}
       DEPENDS "${source}" ${LILY_KERNEL_HEADERS} "${CMAKE_CURRENT_LIST_FILE}"
       COMMENT "sim kernels of ${name} (${mode})"
       VERBATIM)
@@ -49,3 +55,6 @@ target_compile_definitions(lily_core PRIVATE LILY_HAS_SIM)
 # sanitizer: fibers leave their stacks without returning.
 set_source_files_properties(src/cpp/sim_shadow.cpp src/cpp/sim_scheduler.cpp PROPERTIES
   COMPILE_OPTIONS "-O3;-ffp-contract=off;-fno-sanitize=all;${sim_host_options}")
+if(LILY_SANITIZE STREQUAL "thread")
+  set_source_files_properties(src/cpp/sim_shadow.cpp PROPERTIES COMPILE_DEFINITIONS LILY_SIM_OWN_HOOKS)
+endif()

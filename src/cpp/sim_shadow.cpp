@@ -509,15 +509,21 @@ std::string describe(const Fault& f) {
 
 // ---- hooks --------------------------------------------------------------------------------------
 // The names that -fsanitize=thread calls. Protected: kernels of a library loaded by a test find
-// them too, and nothing in the process can take their place.
+// them too, and nothing in the process can take their place. Where the host's code is under that
+// sanitizer itself, the kernels' objects are made to call others.
+#ifdef LILY_SIM_OWN_HOOKS
+#define LILY_NAME(rest) __lily_##rest
+#else
+#define LILY_NAME(rest) __tsan_##rest
+#endif
 #define LILY_HOOK extern "C" __attribute__((visibility("protected"), used))
 #define LILY_CALLER __builtin_return_address(0)
 
 #define LILY_HOOKS(N)                                                                            \
-  LILY_HOOK void __tsan_read##N(void* at) {                                                      \
+  LILY_HOOK void LILY_NAME(read##N)(void* at) {                                                      \
     lily::sim::access<N, false>(reinterpret_cast<uintptr_t>(at), LILY_CALLER);                   \
   }                                                                                              \
-  LILY_HOOK void __tsan_write##N(void* at) {                                                     \
+  LILY_HOOK void LILY_NAME(write##N)(void* at) {                                                     \
     lily::sim::access<N, true>(reinterpret_cast<uintptr_t>(at), LILY_CALLER);                    \
   }
 LILY_HOOKS(1)
@@ -528,10 +534,10 @@ LILY_HOOKS(16)
 
 // Accesses whose type promises less than natural alignment.
 #define LILY_UNALIGNED_HOOKS(N)                                                                  \
-  LILY_HOOK void __tsan_unaligned_read##N(void* at) {                                            \
+  LILY_HOOK void LILY_NAME(unaligned_read##N)(void* at) {                                            \
     lily::sim::touch_bytes(reinterpret_cast<uintptr_t>(at), N, false, false);                    \
   }                                                                                              \
-  LILY_HOOK void __tsan_unaligned_write##N(void* at) {                                           \
+  LILY_HOOK void LILY_NAME(unaligned_write##N)(void* at) {                                           \
     lily::sim::touch_bytes(reinterpret_cast<uintptr_t>(at), N, true, false);                     \
   }
 LILY_UNALIGNED_HOOKS(2)
@@ -539,26 +545,26 @@ LILY_UNALIGNED_HOOKS(4)
 LILY_UNALIGNED_HOOKS(8)
 LILY_UNALIGNED_HOOKS(16)
 
-LILY_HOOK void __tsan_read_range(void* at, unsigned long n) {
+LILY_HOOK void LILY_NAME(read_range)(void* at, unsigned long n) {
   lily::sim::touch_bytes(reinterpret_cast<uintptr_t>(at), n, false, false);
 }
-LILY_HOOK void __tsan_write_range(void* at, unsigned long n) {
+LILY_HOOK void LILY_NAME(write_range)(void* at, unsigned long n) {
   lily::sim::touch_bytes(reinterpret_cast<uintptr_t>(at), n, true, false);
 }
-LILY_HOOK void* __tsan_memcpy(void* to, const void* from, unsigned long n) {
-  __tsan_read_range(const_cast<void*>(from), n);
-  __tsan_write_range(to, n);
+LILY_HOOK void* LILY_NAME(memcpy)(void* to, const void* from, unsigned long n) {
+  LILY_NAME(read_range)(const_cast<void*>(from), n);
+  LILY_NAME(write_range)(to, n);
   return std::memcpy(to, from, n);
 }
-LILY_HOOK void* __tsan_memmove(void* to, const void* from, unsigned long n) {
-  __tsan_read_range(const_cast<void*>(from), n);
-  __tsan_write_range(to, n);
+LILY_HOOK void* LILY_NAME(memmove)(void* to, const void* from, unsigned long n) {
+  LILY_NAME(read_range)(const_cast<void*>(from), n);
+  LILY_NAME(write_range)(to, n);
   return std::memmove(to, from, n);
 }
-LILY_HOOK void* __tsan_memset(void* to, int value, unsigned long n) {
-  __tsan_write_range(to, n);
+LILY_HOOK void* LILY_NAME(memset)(void* to, int value, unsigned long n) {
+  LILY_NAME(write_range)(to, n);
   return std::memset(to, value, n);
 }
-LILY_HOOK void __tsan_init() {}
-LILY_HOOK void __tsan_func_entry(void*) {}
-LILY_HOOK void __tsan_func_exit() {}
+LILY_HOOK void LILY_NAME(init)() {}
+LILY_HOOK void LILY_NAME(func_entry)(void*) {}
+LILY_HOOK void LILY_NAME(func_exit)() {}

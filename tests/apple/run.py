@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,45 @@ TESTS = [
 ]
 
 
+def sanitizer_flags(sanitizer: str | None) -> tuple[list[str], list[Path]]:
+    """zig's clang inserts the checks, its driver knows no runtime for them: gcc's serves."""
+    if sanitizer is None:
+        return [], []
+    libraries = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}[sanitizer]
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        raise SystemExit("the sanitizers' runtime comes with gcc, which is not here")
+    paths = []
+    for library in libraries:
+        asked = [gcc, f"-print-file-name={library}"]
+        path = Path(
+            subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        )
+        if not path.is_absolute():
+            raise SystemExit(f"gcc has no {library} here")
+        paths.append(path.resolve())
+    ignore = f"-fsanitize-ignorelist={APPLE / 'software_metal/sanitizer_ignore.txt'}"
+    flags = [
+        "-g1",
+        "-fno-omit-frame-pointer",
+        "-Xclang",
+        f"-fsanitize={sanitizer}",
+        "-Xclang",
+        ignore,
+    ]
+    if sanitizer == "address":
+        # No vptr, no function: gcc's runtime has no counterpart of clang's.
+        flags += ["-fsanitize=undefined", "-fno-sanitize=vptr,function", "-fno-sanitize-trap=all"]
+        flags += ["-fno-sanitize-recover=undefined"]
+    else:
+        flags += ["-fno-sanitize=all"]
+    return flags, paths
+
+
 def build(folder: Path, sanitizer: str | None, jobs: int) -> None:
     headers = folder / "headers"
     subprocess.run([sys.executable, APPLE / "headers.py", headers], check=True)
-    flags = {None: "", "address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
+    flags, runtime = sanitizer_flags(sanitizer)
     definitions = {
         "CMAKE_BUILD_TYPE": "Release",
         "Python_EXECUTABLE": sys.executable,
@@ -38,8 +74,11 @@ def build(folder: Path, sanitizer: str | None, jobs: int) -> None:
         "LILY_SOFTWARE_METAL": headers,
         "LILY_TILE": "simdgroup",
         "LILY_CUDA": "OFF",
-        "CMAKE_CXX_FLAGS": flags[sanitizer],
+        "CMAKE_CXX_FLAGS": " ".join(flags),
+        "LILY_SANITIZE": sanitizer or "",
     }
+    for kind in ("EXE", "MODULE", "SHARED"):
+        definitions[f"CMAKE_{kind}_LINKER_FLAGS"] = " ".join(map(str, runtime))
     configure = ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in definitions.items()]
     subprocess.run(configure, check=True)
@@ -70,12 +109,28 @@ def main() -> int:
         "SOFTWARE_METAL_REPORT": str(report),
         "SOFTWARE_METAL_PROBE": str(folder / "software_metal_probe"),
     }
+    logs = folder / "sanitizer"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir()
+    if options.sanitize:
+        preload = os.pathsep.join(map(str, sanitizer_flags(options.sanitize)[1]))
+        # Python's own leaks are no concern; fibers have no fake stacks.
+        common = f"log_path={logs}/report:print_stacktrace=1"
+        environment |= {
+            "LD_PRELOAD": preload,
+            "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=0:{common}",
+            "UBSAN_OPTIONS": common,
+            "TSAN_OPTIONS": f"halt_on_error=0:{common}",
+        }
     chosen = rest if any(a.startswith("tests/") for a in rest) else [*TESTS, *rest]
     command = [sys.executable, "-m", "pytest", "-p", "broken_rules", *chosen]
     failed = subprocess.run(command, cwd=ROOT, env=environment).returncode
     if report.exists():
         print(f"rules of Metal were broken:\n{report.read_text()}", file=sys.stderr)
         return 1
+    for log in sorted(logs.iterdir()):
+        print(log.read_text(), file=sys.stderr)
+        failed = failed or 1
     return failed
 
 

@@ -202,9 +202,11 @@ STORED(NSUInteger, initialCapacity, InitialCapacity)
   committed = list;
 }
 - (void)requestResidency {
+  const std::lock_guard lock(mutex);
   requested = true;
 }
 - (void)endResidency {
+  const std::lock_guard lock(mutex);
   requested = false;
 }
 @end

@@ -511,6 +511,7 @@ void Gpu::complete(const CommandBufferRef& buffer) {
   for (const ResourceRef& r : buffer->resources) --r->in_flight;
   std::erase(in_flight, buffer);
   calls.push_back([this, buffer] {
+    observe(buffer);  // a handler is told so
     if (buffer->completed) buffer->completed();
     const std::lock_guard lock(mutex);
     buffer->completed = nullptr;

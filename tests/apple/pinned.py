@@ -83,6 +83,8 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     command += ["--no-deps", "--only-binary", ":all:", "--python-version", "3.12"]
     command += ["--platform", wheel.platform, "--require-hashes", "-r", str(wanted)]
     done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True)
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise RuntimeError(f"{wheel.name} {wheel.version} is not the file that was pinned")
     if done.returncode:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         raise Unavailable(f"pip cannot download {wheel.name} {wheel.version}: {last}")

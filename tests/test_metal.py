@@ -159,6 +159,48 @@ def test_a_host_copy_waits_for_all_that_was_submitted() -> None:
     copies.check()
 
 
+@pytest.mark.parametrize("how", ["read", "write"])
+def test_a_host_copy_waits_for_what_another_thread_submitted(
+    software: SoftwareMetal, how: str
+) -> None:
+    words = 100_000
+    copies = Copies(words, 3, 3)
+    first = copies.host[0].copy()
+    calls = [copies.call(0, 0, 1, 0, words)] * 6 + [copies.call(0, 0, 2, 0, words)]
+    start = software.count("command_buffers")
+    thread = threading.Thread(target=copies.core.run, args=(calls, True, 2))
+    thread.start()
+    while software.count("command_buffers") < start + 2:
+        time.sleep(0.0005)
+    if how == "write":
+        copies.buffers[0].write(0, np.zeros(words * 4, np.uint8))
+    got = np.empty(words, np.uint32)
+    copies.buffers[2].read(0, got.view(np.uint8))
+    assert np.array_equal(got, first)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("MOST_THREADS", "128", "256 threads a group, the kernel's registers allow 128"),
+        ("SIMD", "16", "simdgroups of 16 threads, the kernels are written for 32"),
+        ("STATIC_MEMORY", "40000", "40000 bytes of threadgroup memory, the GPU has 32768"),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_its_launch_is_refused(
+    software: SoftwareMetal,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    message: str,
+) -> None:
+    copies = Copies(64, 2, 4)
+    monkeypatch.setenv(f"SOFTWARE_METAL_{variable}", value)
+    with pytest.raises(LilyError, match=f"kernels: step 0 copy_bytes: {message}"):
+        copies.run([(0, 0, 1, 0, 64)])
+
+
 @pytest.mark.parametrize("count", [1, 4096, 4097, 12_000])
 def test_the_whole_grid_runs(count: int) -> None:
     copies = Copies(12_001, 2, 5)
@@ -262,11 +304,11 @@ def test_a_flag_raised_before_stops_all() -> None:
 
 # ---- faults ------------------------------------------------------------------------------------
 def test_a_fault_names_its_step_and_the_next_run_is_right(software: SoftwareMetal) -> None:
-    copies = Copies(64, 3, 4)
-    moves = [(0, 0, 1, 0, 64), (1, 0, 2, 0, 64)]
-    software.inject(f"command_buffer={TIMEOUT}")
+    copies = Copies(64, 7, 4)
+    moves = [(i, 0, i + 1, 0, 64) for i in range(6)]
+    software.inject(f"command_buffer={TIMEOUT}")  # in the middle: three of the chain have run
     with pytest.raises(
-        _core.DeviceError, match=r"^metal: kernels: step [01] copy_bytes: .*MTLCommandBuffer.* 2\)"
+        _core.DeviceError, match=r"^metal: kernels: step 2 copy_bytes: .*MTLCommandBuffer.* 2\)"
     ):
         copies.core.run([copies.call(*m) for m in moves])
     for buffer, values in zip(copies.buffers, copies.host, strict=True):
@@ -519,6 +561,18 @@ def test_memory_is_refused_with_both_numbers(
     core.buffer(44 * mib, "all")
     with pytest.raises(LilyError, match=f"most needs {45 * mib} bytes"):
         core.buffer(45 * mib, "most")
+
+
+def test_a_buffer_that_is_too_long_is_refused(
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 1 << 30
+    monkeypatch.setenv("SOFTWARE_METAL_WORKING_SET", str(2 * gib))  # half of it in one buffer
+    core = _core.Kernels("metal", False)
+    with pytest.raises(
+        LilyError, match=f"x needs {gib + 4} bytes .*, one buffer has at most {gib}"
+    ):
+        core.buffer(gib + 4, "x")
 
 
 def test_memory_that_metal_refuses_counts_for_nothing(

@@ -427,7 +427,6 @@ class MetalDevice final : public Device {
         pipelines_(gpu_, exact) {
     check<DeviceError>(nothing_ != nullptr, "Metal gives no ", kNothingBytes, " bytes of memory");
   }
-  ~MetalDevice() override { finish(); }  // before programs in flight lose their device
 
   std::string name() const override { return "metal"; }
   std::string description() const override { return description_; }

@@ -266,14 +266,13 @@ STORED(NSUInteger, initialCapacity, InitialCapacity)
   return the_device();
 }
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
-  return lily::sim::kMaxThreads;
+  return pipeline_limits().most_threads;
 }
 - (NSUInteger)threadExecutionWidth {
-  return lily::sim::kLanes;
+  return pipeline_limits().simd;
 }
-// Not known before a kernel runs; sim refuses more than there is.
 - (NSUInteger)staticThreadgroupMemoryLength {
-  return 0;
+  return pipeline_limits().static_memory;
 }
 - (NSUInteger)allocatedSize {
   return 0;

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "objc_runtime.h"
 #include "rules.h"
 
 #pragma clang diagnostic ignored "-Wincomplete-implementation"
@@ -91,7 +92,12 @@
 - (NSUInteger)length {
   return text.size();
 }
+// https://developer.apple.com/documentation/foundation/nsstring/utf8string: the bytes may be a copy that
+// the pool frees.
 - (const char*)UTF8String {
+  if (software_metal_pools() == 0) {
+    software_metal_broken_rule("autorelease pool", "UTF8String was called with no pool in place");
+  }
   return text.c_str();
 }
 @end

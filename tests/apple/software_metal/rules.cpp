@@ -134,6 +134,11 @@ uint64_t physical_memory() {
 uint64_t working_set() {
   return uint64_t(number("SOFTWARE_METAL_WORKING_SET", double(physical_memory() / 4 * 3)));
 }
+PipelineLimits pipeline_limits() {
+  return {uint32_t(number("SOFTWARE_METAL_MOST_THREADS", 1024)),
+          uint32_t(number("SOFTWARE_METAL_SIMD", 32)),
+          uint32_t(number("SOFTWARE_METAL_STATIC_MEMORY", 0))};
+}
 uint64_t random_seed() { return uint64_t(number("SOFTWARE_METAL_SEED", 1)); }
 double hang_seconds() { return number("SOFTWARE_METAL_HANG", 5); }
 

@@ -42,6 +42,13 @@ std::pair<long, long> macos_version();  // SOFTWARE_METAL_MACOS, "26.0" unless s
 long apple_family();                    // SOFTWARE_METAL_FAMILY, 9 unless set (MTLGPUFamilyApple9)
 uint64_t physical_memory();
 uint64_t working_set();  // SOFTWARE_METAL_WORKING_SET, three quarters of the memory unless set
+// What every pipeline says of itself: SOFTWARE_METAL_MOST_THREADS (1024 unless set) a group,
+// SOFTWARE_METAL_SIMD (32) of a simdgroup, SOFTWARE_METAL_STATIC_MEMORY (0: not known before a kernel
+// runs, and sim refuses more than there is) bytes of threadgroup memory.
+struct PipelineLimits {
+  uint32_t most_threads, simd, static_memory;
+};
+PipelineLimits pipeline_limits();
 uint64_t random_seed();  // SOFTWARE_METAL_SEED, 1 unless set
 double hang_seconds();   // SOFTWARE_METAL_HANG, 5 unless set: how long an event may stay away
 

@@ -156,7 +156,7 @@ def decode_cases(rows: int, context: int) -> Iterator[Case]:
         weight_bytes(HIDDEN, VALUE_HEADS * DIM),
     )
     splits = 1
-    while splits * BLOCK < context + rows:
+    while splits * CONST["LILY_SPLIT"] < context + rows:
         splits *= 2
     combined = splits > 4
     yield Case(

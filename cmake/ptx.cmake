@@ -38,11 +38,13 @@ foreach(source IN LISTS LILY_KERNELS)
     if(mode STREQUAL "exact")
       set(define -DLILY_EXACT)
     endif()
-    # sm_80 and PTX 7.8: any card since Ampere, any driver since CUDA 11.8. Never -ffast-math.
+    # sm_80 and PTX 7.8: any card since Ampere, any driver since CUDA 11.8. All of a kernel in one
+    # function, so that arrays stay in registers. Never -ffast-math.
     add_custom_command(
       OUTPUT "${ptx}"
       COMMAND ${LILY_CLANG} -target nvptx64-nvidia-cuda -march=sm_80 --cuda-feature=+ptx78
-              -x c++ -std=c++17 -O3 -fno-math-errno -ffp-contract=fast -ffreestanding -nostdinc
+              -x c++ -std=c++17 -O3 -mllvm -inline-threshold=10000 -fno-math-errno
+              -ffp-contract=fast -ffreestanding -nostdinc
               -Wall -Wno-unknown-attributes -Wno-unused-function ${LILY_TILE_OPTIONS} ${define}
               "-I${CMAKE_SOURCE_DIR}/src/metal/clang" "-I${CMAKE_SOURCE_DIR}/src/metal"
               -S "${source}" -o "${ptx}"

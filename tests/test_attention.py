@@ -16,6 +16,7 @@ from kernel_harness import In, InOut, Kernels, Out
 from lily import _core
 
 D, BLOCK, PARTIAL = h.CONST["LILY_HEAD_DIM"], h.CONST["LILY_KV_BLOCK"], h.CONST["LILY_PARTIAL"]
+SPLIT = h.CONST["LILY_SPLIT"]
 EPS, SCALE = 1e-6, 1 / 16
 FORMATS = [(b, g, f16) for b in (4, 8) for g in (32, 64, 128) for f16 in (False, True)]
 FORMATS += [(16, 64, False)]
@@ -225,7 +226,7 @@ def check_step(
     lengths = [min(m, default=300) for m in mine]
     cache = Cache(kernels, rng, shape, lengths, [max(m, default=299) + 1 for m in mine])
     x = Inputs(kernels, rng, shape, len(rows))
-    splits = max(t for _, t in rows) // BLOCK + 2  # one more than any row has
+    splits = max(t for _, t in rows) // SPLIT + 2  # one more than any row has
     partial = run_step(kernels, x, cache, rows, splits, spare)
     assert untouched(partial[len(rows) :]), "rows beyond the step's were written"
     positions = [t for _, t in rows]
@@ -237,9 +238,9 @@ def check_step(
         K, V = cache.appended(slot, times[0], times[-1] + 1)
         close(kernels.act(K[times]), new_k[which], "keys")
         same(V[times], new_v[which], "values")
-        want = ref.attention_split(q[which], K, V, np.array(times), SCALE, BLOCK)
+        want = ref.attention_split(q[which], K, V, np.array(times), SCALE, SPLIT)
         for i, t, got in zip(range(len(times)), times, partial[which], strict=True):
-            n = t // BLOCK + 1
+            n = t // SPLIT + 1
             assert untouched(got[:, n:]), "splits beyond the row's were written"
             m, total, acc = (w[:n, i].swapaxes(0, 1) for w in want)
             assert np.abs(got[:, :n, 0] - m).max() <= 1e-5 * max(1, np.abs(m).max())
@@ -248,7 +249,7 @@ def check_step(
     assert cache.unchanged(), "written outside of the rows' own places"
 
 
-@pytest.mark.parametrize("position", [0, 1, 255, 256, 257, 511, 512, 1023])
+@pytest.mark.parametrize("position", [0, 1, 127, 128, 129, 255, 256, 257, 384, 512, 1023])
 def test_step_at_split_boundaries(kernels: Kernels, position: int) -> None:
     check_step(kernels, QWEN35B, [(0, position)], position)
 
@@ -276,17 +277,17 @@ def test_step_reads_keys_and_values_once_on_sim(position: int) -> None:
     kernels, rng, shape = Kernels("sim", False), np.random.default_rng(5), QWEN35B
     cache = Cache(kernels, rng, shape, [position], [position + 1])
     x = Inputs(kernels, rng, shape, 1)
-    run_step(kernels, x, cache, [(0, position)], position // BLOCK + 1)
+    run_step(kernels, x, cache, [(0, position)], position // SPLIT + 1)
     once = position * 2 * shape.kv_heads * D * 2
     # Each split makes q: q, the partners of its rotated values, gains, frequencies.
-    q = (position // BLOCK + 1) * shape.heads * D * (2 + 2 + 4 + 4 + 4)
+    q = (position // SPLIT + 1) * shape.heads * D * (2 + 2 + 4 + 4 + 4)
     assert once <= kernels.bytes_read <= 1.1 * once + q
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]], ids=["35b", "6over2"])
 def test_step_rows_together_equal_one_by_one(kernels: Kernels, shape: Shape) -> None:
     rows = [(0, 253), (0, 254), (0, 255), (0, 256), (0, 257), (2, 0), (2, 1), (1, 511), (1, 512)]
-    lengths, capacity, splits = [253, 511, 0], [258, 513, 2], 3
+    lengths, capacity, splits = [253, 511, 0], [258, 513, 2], 5
 
     def fresh() -> tuple[Inputs, Cache]:
         rng = np.random.default_rng(4)
@@ -319,9 +320,9 @@ def random_partials(
     shape = (len(positions), heads, splits)
     partial = rng.standard_normal((*shape, PARTIAL)).astype(np.float32) * 20
     partial[..., 0] = rng.standard_normal(shape) * rng.choice([0.3, 3.0, 30.0], shape)
-    partial[..., 1] = rng.uniform(1, BLOCK, shape)
+    partial[..., 1] = rng.uniform(1, SPLIT, shape)
     for r, t in enumerate(positions):
-        partial[r, :, t // BLOCK + 1 :] = np.nan
+        partial[r, :, t // SPLIT + 1 :] = np.nan
     return partial
 
 
@@ -360,14 +361,14 @@ def check_out(
     rng = np.random.default_rng(seed)
     n, k = w.linear.n, w.linear.k
     rows, heads = len(positions), k // D
-    splits = max(positions) // BLOCK + 2
+    splits = max(positions) // SPLIT + 2
     partial = random_partials(rng, [*positions, *[0] * spare], heads, splits)
     proj = kernels.act(rng.standard_normal((rows + spare, heads * 2 * D + 8)) * 2)
     proj[:, -8:] = poison(1, proj.dtype)[0]
     x = kernels.act(rng.standard_normal((rows + spare, n)))
     y, squares = run_out(kernels, w, partial, proj, x, positions)
     for r, t in enumerate(positions):
-        parts = partial[r : r + 1, :, : t // BLOCK + 1].astype(np.float64).transpose(2, 0, 1, 3)
+        parts = partial[r : r + 1, :, : t // SPLIT + 1].astype(np.float64).transpose(2, 0, 1, 3)
         o = ref.attention_combine((parts[..., 0], parts[..., 1], parts[..., 2:]))
         _, gate = ref.split_q_gate(h.from_act(proj[r : r + 1, :-8]).astype(np.float64), D)
         o = ref.attn_gate(o, gate).reshape(1, -1)
@@ -400,15 +401,15 @@ def test_out_at_the_shape_of_35b(kernels: Kernels) -> None:
     check_out(kernels, w, [1023], 7)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 31, 32, 33, 70])
+@pytest.mark.parametrize("splits", [1, 2, 5, 8, 31, 33, 255, 256, 257])
 def test_combine(kernels: Kernels, splits: int) -> None:
     rng = np.random.default_rng(splits)
-    positions = [splits * BLOCK - 1, max(0, splits - 1) * BLOCK, 3, 0]
+    positions = [splits * SPLIT - 1, max(0, splits - 1) * SPLIT, 3, 0]
     partial = random_partials(rng, positions, 3, splits + 1)
     got = combine(kernels, partial, positions, spare=1)
     assert untouched(got[3])
     for r, t in enumerate(positions[:3]):
-        parts = partial[r, :, : t // BLOCK + 1].astype(np.float64)
+        parts = partial[r, :, : t // SPLIT + 1].astype(np.float64)
         m = parts[..., 0].max(1)
         weights = np.exp(parts[..., 0] - m[:, None])
         assert (got[r, :, 0, 0] == m).all()
@@ -419,7 +420,7 @@ def test_combine(kernels: Kernels, splits: int) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 4, 33])
 def test_out_combines_like_combine(kernels: Kernels, splits: int) -> None:
     rng = np.random.default_rng(8)
-    positions = [splits * BLOCK - 1, 0]
+    positions = [splits * SPLIT - 1, 0]
     w = h.weight(rng, 64, 5 * D, 4, 64)
     partial = random_partials(rng, positions, 5, splits)
     proj, x = (
@@ -436,7 +437,7 @@ def test_out_rows_together_equal_one_by_one(kernels: Kernels) -> None:
     rng = np.random.default_rng(9)
     positions = [0, 255, 256, 700, 511, 3, 4]
     w = h.weight(rng, 72, 6 * D, 8, 32)
-    partial = random_partials(rng, positions, 6, 3)
+    partial = random_partials(rng, positions, 6, 700 // SPLIT + 1)
     proj, x = (
         kernels.act(rng.standard_normal((7, 12 * D))),
         kernels.act(rng.standard_normal((7, 72))),
@@ -614,7 +615,7 @@ def test_prefill_equals_decode(device: str) -> None:
     for first in range(0, rows, 10):
         times = list(range(position + first, position + first + 10))
         part = x.only(slice(first, first + 10))
-        partial = run_step(kernels, part, other, [(0, t) for t in times], 2)
+        partial = run_step(kernels, part, other, [(0, t) for t in times], 270 // SPLIT + 1)
         parts = combine(kernels, partial, times)[:, :, 0].astype(np.float64)
         o = parts[..., 2:] / parts[..., 1:2] * ref.sigmoid(gate[first : first + 10])
         close(prefill[first : first + 10], o.reshape(10, -1), f"rows from {first}")

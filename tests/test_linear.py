@@ -149,13 +149,13 @@ def test_project_reads_weights_once_on_sim(bits: int) -> None:
     """Each weight once per 4 valid rows: rows past the last cost nothing."""
     require_device("sim")
     kernels, rng = Kernels("sim", False), np.random.default_rng(bits)
-    w = h.weight(rng, 40, 1024, bits, 64)
-    x, _ = vectors(kernels, rng, 16, 1024)
-    gain = np.ones(1024, np.float32)
+    w = h.weight(rng, 48, 2048, bits, 64)
+    x, _ = vectors(kernels, rng, 16, 2048)
+    gain = np.ones(2048, np.float32)
     for rows, valid, sweeps in ((1, 1, 1), (4, 4, 1), (16, 4, 1), (16, 1, 1), (16, 5, 2)):
         run_project(kernels, w, x[:rows], gain, valid)
-        # A simdgroup reads 4 rows of weights, the gain, and its rows of x.
-        once = w.codes.nbytes + w.pairs.nbytes + 10 * 1024 * ((4 if rows > 1 else 1) * 2 + 4)
+        # A threadgroup of 16 weight rows reads its rows of x, and the gain for each.
+        once = w.codes.nbytes + w.pairs.nbytes + 48 // 16 * 2048 * (4 if rows > 1 else 1) * (2 + 4)
         assert sweeps * once <= kernels.bytes_read <= sweeps * once * 1.1
 
 

@@ -7,7 +7,7 @@ namespace lily {
 namespace LILY_CPU_NS {
 namespace {
 
-constexpr uint32_t kDim = LILY_HEAD_DIM, kSplit = LILY_KV_BLOCK, kPartial = LILY_PARTIAL;
+constexpr uint32_t kDim = LILY_HEAD_DIM, kSplit = LILY_SPLIT, kPartial = LILY_PARTIAL;
 constexpr uint32_t kMaxRatio = 16;  // query heads of a KV head
 
 using matrix::broadcast;
@@ -91,12 +91,12 @@ __attribute__((noinline)) void norm_rope(const Act* x, const float* gain, const 
     y[i + pairs] = b * turn.cos[i] + a * turn.sin[i];
   }
 }
-// Keys of a KV head in a block of the slot; its values follow kv_heads * kSplit * kDim further.
+// Keys of a KV head in a block of the slot; its values follow kv_heads * LILY_KV_BLOCK * kDim further.
 template <typename Act>
 Act* kv_keys(const TwinCall& call, uint32_t slot, uint32_t block, uint32_t layer, uint32_t kv_heads,
              uint32_t kv_head) {
   return reinterpret_cast<Act*>(kv_block(call, slot, block)) +
-         (size_t(2 * layer) * kv_heads + kv_head) * kSplit * kDim;
+         (size_t(2 * layer) * kv_heads + kv_head) * LILY_KV_BLOCK * kDim;
 }
 
 // ---- attn_step ----------------------------------------------------------------------------------
@@ -119,8 +119,9 @@ void step_split(const TwinCall& call, uint32_t row, uint32_t kv_head, uint32_t s
   while (first > 0 && s.slot[first - 1] == slot) --first;
   const uint32_t p0 = s.position[first];
   const uint32_t cached = p0 <= start ? 0 : p0 - start < n ? p0 - start : n;
-  Act* keys = kv_keys<Act>(call, slot, split, p.layer, p.kv_heads, kv_head);
-  Act* values = keys + size_t(p.kv_heads) * kSplit * kDim;
+  Act* keys = kv_keys<Act>(call, slot, start / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
+              size_t(start % LILY_KV_BLOCK) * kDim;
+  Act* values = keys + size_t(p.kv_heads) * LILY_KV_BLOCK * kDim;
   const auto proj_row = [&](uint32_t i) {
     return proj + size_t(first + (start + i - p0)) * p.proj_stride;
   };
@@ -302,10 +303,10 @@ void flash_block(const TwinCall& call, uint32_t kv_head, uint32_t q0, uint32_t q
     total[r] = 0.0f;
   }
   for (uint32_t key0 = 0; key0 <= last; key0 += kBlock) {
-    const Act* k = kv_keys<Act>(call, p.slot, key0 / kSplit, p.layer, p.kv_heads, kv_head) +
-                   size_t(key0 % kSplit) * kDim;
+    const Act* k = kv_keys<Act>(call, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
+                   size_t(key0 % LILY_KV_BLOCK) * kDim;
     pack_keys(k, last - key0 + 1, keys);
-    pack_values(k + size_t(p.kv_heads) * kSplit * kDim, last - key0 + 1, values);
+    pack_values(k + size_t(p.kv_heads) * LILY_KV_BLOCK * kDim, last - key0 + 1, values);
     std::memset(weights, 0, padded * kBlock * sizeof(float));
     multiply(q, kDim, keys, weights, kBlock, padded, kBlock, kDim);
     for (uint32_t r = 0; r < rows; ++r) {
@@ -406,10 +407,10 @@ void qkv_rope(const TwinCall& call) {
       }
       for (uint32_t h = 0; h < p.kv_heads; ++h) {
         norm_rope(from + p.k_offset + h * kDim, arg<float>(call, 2), turn, p.rotary, p.eps, y);
-        Act* k = kv_keys<Act>(call, p.slot, position / kSplit, p.layer, p.kv_heads, h) +
-                 size_t(position % kSplit) * kDim;
+        Act* k = kv_keys<Act>(call, p.slot, position / LILY_KV_BLOCK, p.layer, p.kv_heads, h) +
+                 size_t(position % LILY_KV_BLOCK) * kDim;
         for (uint32_t d = 0; d < kDim; ++d) store(k, d, y[d]);
-        std::memcpy(k + size_t(p.kv_heads) * kSplit * kDim, from + p.v_offset + h * kDim,
+        std::memcpy(k + size_t(p.kv_heads) * LILY_KV_BLOCK * kDim, from + p.v_offset + h * kDim,
                     kDim * sizeof(Act));
       }
     });

@@ -41,6 +41,9 @@ void check_linear(const Linear& w, const char* what) {
         "], k must be a multiple of 64");
   check(w.bits == 16 || w.k % (1u << w.group_shift) == 0, what, ": k ", w.k,
         " is no multiple of the group ", 1u << w.group_shift);
+  // Kernels count inside one matrix with 32 bits.
+  check(code_elements(w) < 1ull << 32, what, ": matrix [", w.n, ", ", w.k, "] of ", w.bits,
+        " bits takes ", code_elements(w) * 4, " bytes, supported up to ", 1ull << 34);
 }
 uint64_t code_elements(const Linear& w) { return uint64_t(w.n) * w.k * w.bits / 32; }
 uint64_t pair_elements(const Linear& w) {

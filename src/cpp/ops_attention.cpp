@@ -80,7 +80,7 @@ Plan plan(const AttnCombine& p, const Target&) {
   check(p.heads >= 1, "attn_combine: ", p.heads, " heads, needs 1 or more");
   Plan plan;
   plan.variant = find_variant(Op::attn_combine);
-  plan.grid = {p.heads, p.rows, 1, 32};
+  plan.grid = {p.heads, p.rows, 1, 256};
   plan.needs = {
       {"partial", DType::f32, partials(p.rows, p.heads, p.splits), Access::read},
       {"combined", DType::f32, partials(p.rows, p.heads, 1), Access::write},

@@ -4,8 +4,7 @@
 namespace lily {
 namespace {
 
-constexpr uint32_t kTile = 64;      // rows and outputs of a matmul tile, see linear.metal
-constexpr uint32_t kProjectN = 16;  // outputs of a project threadgroup
+constexpr uint32_t kTile = 64;  // rows and outputs of a matmul tile, see linear.metal
 constexpr uint32_t kNormThreads = 128;
 
 // Values of a strided output up to the last one written.
@@ -32,7 +31,7 @@ Plan plan(const Project& p, const Target& t) {
   const uint32_t at_once = p.rows == 1 ? 1 : 4;
   Plan plan;
   plan.variant = find_variant(Op::project, p.w.bits, at_once);
-  plan.grid = {ceil_div(p.w.n, kProjectN), ceil_div(p.rows, at_once), 1, 128};
+  plan.grid = {ceil_div(p.w.n, LILY_PROJECT_ROWS(p.w.n)), ceil_div(p.rows, at_once), 1, 128};
   plan.needs = {
       {"codes", DType::u32, code_elements(p.w), Access::read},
       {"pairs", DType::u32, pair_elements(p.w), Access::read},

@@ -6,7 +6,7 @@
 namespace lily {
 namespace {
 
-constexpr uint32_t kUpUnits = 8;    // units of an expert_up threadgroup, see moe.metal
+constexpr uint32_t kUpUnits = 12;   // units of an expert_up threadgroup, see moe.metal
 constexpr uint32_t kRouteRows = 4;  // rows of a route_rows threadgroup
 constexpr uint32_t kCombineColumns = 1024;
 constexpr uint64_t kMaxGroups = 65535;  // of a grid's second dimension
@@ -70,7 +70,7 @@ Plan plan(const ExpertUp& p, const Target& t) {
   const uint32_t last_width = (s.shared ? p.shared.n : p.routed.n) / 2;
   Plan plan;
   plan.variant = find_variant(Op::expert_up, w.bits);
-  plan.grid = {ceil_div(width, kUpUnits), p.slots, p.rows, 128};
+  plan.grid = {ceil_div(width, kUpUnits), p.slots, p.rows, 16 * kUpUnits};
   plan.needs = {
       {"codes", DType::u32, codes_of(s.routed, p.routed, p.experts), Access::read},
       {"pairs", DType::u32, pairs_of(s.routed, p.routed, p.experts), Access::read},
@@ -98,7 +98,7 @@ Plan plan(const ExpertDown& p, const Target& t) {
   check_width("expert_down", s.shared, p.shared.k, p.h_stride);
   Plan plan;
   plan.variant = find_variant(Op::expert_down, w.bits);
-  plan.grid = {w.n / LILY_OUT_ROWS, p.rows, 1, 128};
+  plan.grid = {w.n / LILY_OUT_ROWS, p.rows, 1, 32 * p.slots};
   plan.needs = {
       {"codes", DType::u32, codes_of(s.routed, p.routed, p.experts), Access::read},
       {"pairs", DType::u32, pairs_of(s.routed, p.routed, p.experts), Access::read},

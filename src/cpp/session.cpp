@@ -245,7 +245,7 @@ void Session::write_counts() {
 namespace {
 uint32_t splits_for(uint32_t end) {
   uint32_t splits = 1;
-  while (splits * LILY_KV_BLOCK < end) splits *= 2;
+  while (splits * LILY_SPLIT < end) splits *= 2;
   return splits;
 }
 }  // namespace

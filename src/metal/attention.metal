@@ -56,7 +56,7 @@ static inline void norm_rope(device const act_t* x, device const float* gain,
 }
 
 // ---- attn_step ----------------------------------------------------------------------------------
-// A threadgroup: one row, one KV head with all its query heads, one split of 256 keys. Scores first
+// A threadgroup: one row, one KV head with all its query heads, one split of 128 keys. Scores first
 // (8 simdgroups, 8 keys at a time each), then their softmax, then values (4 groups of 64 threads, 8
 // keys at a time, 4 values a thread). Which lane adds what depends on the place in the split alone.
 #define STEP_THREADS 256
@@ -64,24 +64,6 @@ static inline void norm_rope(device const act_t* x, device const float* gain,
 #define STEP_HEADS 16  // most query heads of a KV head
 #define STEP_KEYS 8
 
-// Half of a lane's 2 N values go to the lane 4 N away, which sends those of the other half.
-template <uint N>
-static inline void exchange(thread float (&s)[8], uint lane) {
-  const bool upper = (lane & (4 * N)) != 0;
-  UNROLL for (uint i = 0; i < N; ++i) {
-    const float mine = upper ? s[i + N] : s[i], sent = upper ? s[i] : s[i + N];
-    s[i] = mine + simd_shuffle_xor(sent, (ushort)(4 * N));
-  }
-}
-// Sums of 8 values over the simdgroup: lane gets that of value lane / 4. Each sum runs over the
-// same pairs of lanes, so a value's bits do not depend on its place.
-static inline float sum8(thread float (&s)[8], uint lane) {
-  exchange<4>(s, lane);
-  exchange<2>(s, lane);
-  exchange<1>(s, lane);
-  s[0] += simd_shuffle_xor(s[0], 2);
-  return s[0] + simd_shuffle_xor(s[0], 1);
-}
 // q in shared memory: a head's 256 values so that the lanes' float4 fall on different banks.
 static inline void load_q(threadgroup const float* q, uint lane, thread float (&v)[8]) {
   UNROLL for (uint j = 0; j < 2; ++j) {
@@ -97,7 +79,7 @@ static inline float dot8(thread const float (&a)[8], thread const float (&b)[8])
   return d;
 }
 
-// pool: [heads][256] of q, then [heads][256] of scores; at last [4][8 heads][256] of sums.
+// pool: [heads][256] of q, then [heads][128] of scores; at last [4][4 heads][256] of sums.
 static inline void attn_step_body(device const act_t* proj, device const float* q_gain,
                                   device const float* k_gain, device const float* inv_freq,
                                   device float* partial, PARAM_REF(AttnStep) p,
@@ -105,17 +87,18 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
                                   uint tid, uint lane, uint simd) {
   const uint kv_head = group.x, split = group.y, row = group.z;
   if (row >= step->rows) return;
-  const uint position = step->position[row], start = split * LILY_KV_BLOCK;
+  const uint position = step->position[row], start = split * LILY_SPLIT;
   if (start > position) return;
   const uint slot = step->slot[row], ratio = p.heads / p.kv_heads;
-  const uint n = min(position - start + 1, (uint)LILY_KV_BLOCK);  // keys of this split
+  const uint n = min(position - start + 1, (uint)LILY_SPLIT);  // keys of this split
   // Keys from the slot's first row on are appended by other groups of this launch, so they come
   // from proj; the first `cached` keys of the split come from the cache.
   uint first = row;
   while (first > 0 && step->slot[first - 1] == slot) --first;
   const uint p0 = step->position[first];
   const uint cached = p0 > start ? min(p0 - start, n) : 0;
-  device act_t* keys = kv_keys(step, slot, split, p.layer, p.kv_heads, kv_head);
+  device act_t* keys = kv_keys(step, slot, start / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
+                       start % LILY_KV_BLOCK * LILY_HEAD_DIM;
   device act_t* values = keys + p.kv_heads * KV_HEAD;
   device const act_t* new_k = proj + p.k_offset + kv_head * LILY_HEAD_DIM;
   device const act_t* new_v = proj + p.v_offset + kv_head * LILY_HEAD_DIM;
@@ -147,7 +130,7 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
         s[j] = dot8(qh, k[j]);
       const float score = sum8(s, lane);
       const uint i = b + lane / 4;
-      if ((lane & 3) == 0 && i < cached) scores[h * LILY_KV_BLOCK + i] = score;
+      if ((lane & 3) == 0 && i < cached) scores[h * LILY_SPLIT + i] = score;
     }
   }
   for (uint i = cached + simd; i < n; i += STEP_SIMDS) {
@@ -168,20 +151,20 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
       UNROLL for (uint j = 0; j < 8; ++j)
         s[j] = dot8(qh, k);
       const float score = sum8(s, lane);  // not simd_sum: a cached key's bits
-      if (lane == 0) scores[h * LILY_KV_BLOCK + i] = score;
+      if (lane == 0) scores[h * LILY_SPLIT + i] = score;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (uint h = simd; h < ratio; h += STEP_SIMDS) {
-    threadgroup float* s = scores + h * LILY_KV_BLOCK;
-    float e[8], top = -INFINITY, sum = 0.0f;
-    UNROLL for (uint i = 0; i < 8; ++i) {
+    threadgroup float* s = scores + h * LILY_SPLIT;
+    float e[4], top = -INFINITY, sum = 0.0f;
+    UNROLL for (uint i = 0; i < LILY_SPLIT / 32; ++i) {
       e[i] = i * 32 + lane < n ? s[i * 32 + lane] : -INFINITY;
       top = max(top, e[i]);
     }
     top = simd_max(top);
-    UNROLL for (uint i = 0; i < 8; ++i) {
+    UNROLL for (uint i = 0; i < LILY_SPLIT / 32; ++i) {
       e[i] = i * 32 + lane < n ? exp_(e[i] - top) : 0.0f;
       s[i * 32 + lane] = e[i];
       sum += e[i];
@@ -211,7 +194,7 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
     UNROLL for (uint h = 0; h < STEP_HEADS; ++h) {
       if (h < ratio) {
         UNROLL for (uint j = 0; j < STEP_KEYS; j += 4) {
-          const float4 w = *(threadgroup const float4*)(scores + h * LILY_KV_BLOCK + b + j);
+          const float4 w = *(threadgroup const float4*)(scores + h * LILY_SPLIT + b + j);
           UNROLL for (uint c = 0; c < 4; ++c) {
             UNROLL for (uint e = 0; e < 4; ++e)
               acc[h][e] = fma(w[c], v[j + c][e], acc[h][e]);
@@ -220,20 +203,20 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
       }
     }
   }
-  for (uint h0 = 0; h0 < ratio; h0 += 8) {
+  for (uint h0 = 0; h0 < ratio; h0 += 4) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (uint h = 0; h < STEP_HEADS; ++h) {
-      if (h >= h0 && h < min(h0 + 8, ratio)) {
-        *(threadgroup float4*)(pool + (part * 8 + h - h0) * LILY_HEAD_DIM + d) =
+      if (h >= h0 && h < min(h0 + 4, ratio)) {
+        *(threadgroup float4*)(pool + (part * 4 + h - h0) * LILY_HEAD_DIM + d) =
             float4(acc[h][0], acc[h][1], acc[h][2], acc[h][3]);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint h = h0; h < min(h0 + 8, ratio); ++h) {
+    for (uint h = h0; h < min(h0 + 4, ratio); ++h) {
       threadgroup const float* sums = pool + (h - h0) * LILY_HEAD_DIM + tid;
       float total = 0.0f;
       UNROLL for (uint c = 0; c < 4; ++c)
-        total += sums[c * 8 * LILY_HEAD_DIM];
+        total += sums[c * 4 * LILY_HEAD_DIM];
       out[h * out_head + 2 + tid] = total;
     }
   }
@@ -243,145 +226,153 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
                IN(float, inv_freq, 3), OUT(float, partial, 4), PARAMS(AttnStep, 5),                \
                STEP_IN(6) IDS) {                                                                   \
     READ_IDS                                                                                       \
-    SHARED(float4, pool, 2 * STEP_HEADS * LILY_HEAD_DIM / 4);                                      \
+    SHARED(float4, pool, STEP_HEADS * (LILY_HEAD_DIM + LILY_SPLIT) / 4);                                      \
     attn_step_body(proj, q_gain, k_gain, inv_freq, partial, p, step, (threadgroup float*)pool,     \
                    group, tid, lane, simd);                                                        \
   }
 LILY_VARIANTS_attn_step(ATTN_STEP)
 
 // ---- attn_combine -------------------------------------------------------------------------------
-// The partials of a head's n splits as one, by one simdgroup; lane gets 8 accumulators. Lanes share
-// the weights, the sums run in the order of the splits. One split comes out as it is: exp(0) = 1.
-static inline void combine(device const float* parts, uint n, uint lane, thread float& top,
-                           thread float& total, thread float (&acc)[8]) {
-  top = -INFINITY;
-  for (uint s = lane; s < n; s += 32) top = max(top, parts[(ulong)s * LILY_PARTIAL]);
-  top = simd_max(top);
-  total = 0.0f;
-  UNROLL for (uint e = 0; e < 8; ++e)
-    acc[e] = 0.0f;
-  for (uint s0 = 0; s0 < n; s0 += 32) {
-    float weight = 0.0f, sum = 0.0f;
-    if (s0 + lane < n) {
-      device const float* part = parts + (ulong)(s0 + lane) * LILY_PARTIAL;
-      weight = exp_(part[0] - top);
-      sum = part[1];
-    }
-    const uint count = min(n - s0, 32u);
-    for (uint s = 0; s < count; ++s) {
-      const float w = simd_shuffle(weight, (ushort)s);
-      total = fma(simd_shuffle(sum, (ushort)s), w, total);
-      device const float* from = parts + (ulong)(s0 + s) * LILY_PARTIAL + 2 + lane * 8;
-      UNROLL for (uint j = 0; j < 4; ++j) {
-        const float2 a = *(device const float2*)(from + 2 * j);  // 258 values: 8-byte aligned only
-        acc[2 * j] = fma(a.x, w, acc[2 * j]);
-        acc[2 * j + 1] = fma(a.y, w, acc[2 * j + 1]);
-      }
-    }
-  }
-}
+// The partials of a head's n splits as one: weights e^(max - top), sums in the order of the splits.
+// One split comes out as it is: exp(0) = 1.
 static inline uint valid_splits(device const Step* step, uint row) {
-  return step->position[row] / LILY_KV_BLOCK + 1;
+  return step->position[row] / LILY_SPLIT + 1;
 }
 
-// A simdgroup a head.
+// A group a head, a thread a value; the weights of 256 splits at a time.
+#define COMBINE_THREADS 256
+#define COMBINE_AT_ONCE 8
 static inline void attn_combine_body(device const float* partial, device float* combined,
-                                     PARAM_REF(AttnCombine) p, device const Step* step, uint3 group,
-                                     uint lane) {
+                                     PARAM_REF(AttnCombine) p, device const Step* step,
+                                     threadgroup float* weights, threadgroup float* sums,
+                                     threadgroup float* scratch, uint3 group, uint tid, uint lane,
+                                     uint simd) {
   const uint head = group.x, row = group.y;
   if (row >= step->rows) return;
   const ulong at = (ulong)row * p.heads + head;
-  float top, total, acc[8];
-  combine(partial + at * p.splits * LILY_PARTIAL, valid_splits(step, row), lane, top, total, acc);
+  device const float* parts = partial + at * p.splits * LILY_PARTIAL;
+  const uint n = valid_splits(step, row);
+  float top = -INFINITY, total = 0.0f, acc = 0.0f;
+  for (uint s = tid; s < n; s += COMBINE_THREADS) top = max(top, parts[(ulong)s * LILY_PARTIAL]);
+  top = group_max(top, scratch, lane, simd, COMBINE_THREADS / 32);
+  for (uint s0 = 0; s0 < n; s0 += COMBINE_THREADS) {
+    const uint count = min(n - s0, (uint)COMBINE_THREADS);
+    device const float* from = parts + (ulong)s0 * LILY_PARTIAL;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (tid < count) {
+      weights[tid] = exp_(from[tid * LILY_PARTIAL] - top);
+      sums[tid] = from[tid * LILY_PARTIAL + 1];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint s = 0; s < count; s += COMBINE_AT_ONCE) {
+      float a[COMBINE_AT_ONCE];
+      UNROLL for (uint i = 0; i < COMBINE_AT_ONCE; ++i)
+        a[i] = from[min(s + i, count - 1) * LILY_PARTIAL + 2 + tid];
+      UNROLL for (uint i = 0; i < COMBINE_AT_ONCE; ++i) {
+        if (s + i < count) {
+          total = fma(sums[s + i], weights[s + i], total);
+          acc = fma(a[i], weights[s + i], acc);
+        }
+      }
+    }
+  }
   device float* out = combined + at * LILY_PARTIAL;
-  if (lane == 0) {
+  if (tid == 0) {
     out[0] = top;
     out[1] = total;
   }
-  UNROLL for (uint j = 0; j < 4; ++j) {
-    *(device float2*)(out + 2 + lane * 8 + 2 * j) = float2(acc[2 * j], acc[2 * j + 1]);
-  }
+  out[2 + tid] = acc;
 }
 #define ATTN_COMBINE(op, name, c0, c1, c2)                                                         \
   KERNEL(name)(IN(float, partial, 0), OUT(float, combined, 1), PARAMS(AttnCombine, 2),             \
                STEP_IN(3) IDS) {                                                                   \
     READ_IDS                                                                                       \
-    attn_combine_body(partial, combined, p, step, group, lane);                                    \
+    SHARED(float, weights, COMBINE_THREADS);                                                       \
+    SHARED(float, sums, COMBINE_THREADS);                                                          \
+    SHARED(float, scratch, COMBINE_THREADS / 32);                                                  \
+    attn_combine_body(partial, combined, p, step, weights, sums, scratch, group, tid, lane, simd); \
   }
 LILY_VARIANTS_attn_combine(ATTN_COMBINE)
 
 // ---- attn_out -----------------------------------------------------------------------------------
-// 4 simdgroups, 2 rows of W each. 1024 values at a time: each simdgroup combines and gates a head
-// into shared memory, then all multiply.
+// Group = 8 output rows of one input row; each of 4 simdgroups takes a quarter of k (1024 values by
+// turns). A lane combines and gates the 32 values of a head that it multiplies.
 #define OUT_SIMDS 4
-#define OUT_N (LILY_OUT_ROWS / OUT_SIMDS)
-#define OUT_LD 36  // a lane's 32 values, padded: 16 bytes on, so that lanes fall on different banks
 template <uint BITS>
 static inline void attn_out_body(device const uint* codes, device const uint* pairs,
                                  device const float* partial, device const act_t* proj,
                                  device act_t* x, device float* ssq, PARAM_REF(AttnOut) p,
-                                 device const Step* step, threadgroup float* o,
-                                 threadgroup float* squares, uint3 group, uint tid, uint lane,
-                                 uint simd) {
-  const uint row = group.y, k = p.w.k, n0 = group.x * LILY_OUT_ROWS + simd * OUT_N;
-  if (row >= step->rows) return;
-  const uint splits = p.combined ? 1 : valid_splits(step, row);
-  float sum[OUT_N];
-  UNROLL for (uint j = 0; j < OUT_N; ++j)
-    sum[j] = 0.0f;
-  for (uint c = 0; c < k; c += OUT_SIMDS * LILY_HEAD_DIM) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const uint head = c / LILY_HEAD_DIM + simd;
-    if (head < p.heads) {
-      float top, total, acc[8], gate[8];
-      combine(partial + ((ulong)row * p.heads + head) * p.splits * LILY_PARTIAL, splits, lane, top,
-              total, acc);
-      load8(proj + (ulong)row * p.proj_stride + (2 * head + 1) * LILY_HEAD_DIM + lane * 8, gate);
-      threadgroup float* to = o + (simd * 8 + lane / 4) * OUT_LD + lane % 4 * 8;
-      UNROLL for (uint e = 0; e < 8; ++e)
-        to[e] = acc[e] / total * sigmoid(gate[e]);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const uint k0 = c + lane * 32;
-    if (k0 < k) {
-      float xs[32], x_sum = 0.0f;
-      UNROLL for (uint j = 0; j < 8; ++j) {
-        const float4 v = *(threadgroup const float4*)(o + lane * OUT_LD + 4 * j);
-        UNROLL for (uint e = 0; e < 4; ++e) {
-          xs[4 * j + e] = v[e];
-          x_sum += v[e];
+                                 device const Step* step, threadgroup float* part, uint3 group,
+                                 uint lane, uint simd) {
+  const Linear w = linear_of(p.w);
+  const uint row = group.y, k = w.k, first = group.x * LILY_OUT_ROWS;
+  // Row 0 is always there: its weights' loads wait for nothing.
+  if (row > 0 && row >= step->rows) return;
+  float acc[LILY_OUT_ROWS];
+  UNROLL for (uint j = 0; j < LILY_OUT_ROWS; ++j)
+    acc[j] = 0.0f;
+  UNROLL for (uint n0 = 0; n0 < LILY_OUT_ROWS; n0 += rows_at_once<BITS>()) {
+    for (uint base = 0; base < k; base += OUT_SIMDS * 1024) {
+      const uint k0 = base + simd * 1024 + 32 * lane;
+      RowCodes<BITS, rows_at_once<BITS>()> rows;
+      if (k0 < k) {
+        UNROLL for (uint j = 0; j < rows_at_once<BITS>(); ++j)
+          load_row(codes, pairs, w, first + n0 + j, k0, j, rows);
+      }
+      // For the order alone: the weights' loads stay ahead of the branches that follow.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (k0 < k) {
+        const uint head = k0 / LILY_HEAD_DIM, d = k0 % LILY_HEAD_DIM;
+        const uint splits = p.combined ? 1 : valid_splits(step, row);
+        device const float* parts =
+            partial + ((ulong)row * p.heads + head) * p.splits * LILY_PARTIAL;
+        LaneX xs;
+        UNROLL for (uint c = 0; c < 8; ++c)
+          xs.v[c] = float4(0.0f);
+        device const act_t* gates =
+            proj + (ulong)row * p.proj_stride + (2 * head + 1) * LILY_HEAD_DIM + d;
+        float4 gate[8];
+        UNROLL for (uint c = 0; c < 8; ++c)
+          gate[c] = load4(gates + 4 * c);
+        float top = -INFINITY, total = 0.0f;
+        for (uint s0 = 0; s0 < splits; s0 += 4) {
+          UNROLL for (uint s = 0; s < 4; ++s)
+            top = max(top, parts[min(s0 + s, splits - 1) * LILY_PARTIAL]);
         }
-      }
-      UNROLL for (uint j = 0; j < OUT_N; ++j) {
-        sum[j] += dot32<BITS>(codes, pairs, p.w, n0 + j, k0, xs, x_sum);
+        for (uint s = 0; s < splits; ++s) {
+          device const float* from = parts + s * LILY_PARTIAL;
+          const float weight = exp_(from[0] - top);
+          total = fma(from[1], weight, total);
+          UNROLL for (uint c = 0; c < 8; ++c) {
+            UNROLL for (uint e = 0; e < 4; e += 2) {  // 258 values: 8-byte aligned only
+              const float2 a = *(device const float2*)(from + 2 + d + 4 * c + e);
+              xs.v[c][e] = fma(a.x, weight, xs.v[c][e]);
+              xs.v[c][e + 1] = fma(a.y, weight, xs.v[c][e + 1]);
+            }
+          }
+        }
+        const float inv_total = recip(total);  // of 1 or more: the largest score's weight is 1
+        UNROLL for (uint c = 0; c < 8; ++c) {
+          UNROLL for (uint e = 0; e < 4; ++e)
+            xs.v[c][e] *= inv_total * sigmoid(gate[c][e]);
+        }
+        prepare<BITS>(xs);
+        add_rows(rows, xs, p.w.scale_f16, acc + n0);
       }
     }
   }
-  UNROLL for (uint j = 0; j < OUT_N; ++j) {
-    const float v = simd_sum(sum[j]);
-    if (lane == 0) {
-      const ulong at = (ulong)row * p.w.n + n0 + j;
-      const float y = round_act(to_float(x[at]) + v);
-      x[at] = to_act(y);
-      squares[simd * OUT_N + j] = y * y;
-    }
-  }
+  const float v = sum8(acc, lane);
+  if ((lane & 3) == 0) part[simd * LILY_OUT_ROWS + lane / 4] = v;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (tid == 0) {
-    float total = 0.0f;
-    UNROLL for (uint j = 0; j < LILY_OUT_ROWS; ++j)
-      total += squares[j];
-    ssq[(ulong)row * (p.w.n / LILY_OUT_ROWS) + group.x] = total;
-  }
+  if (simd == 0 && row < step->rows)
+    add_outputs(part, OUT_SIMDS, x, ssq, (ulong)row * p.w.n, first, lane);
 }
 #define ATTN_OUT(op, name, BITS, c1, c2)                                                           \
   KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(float, partial, 2), IN(act_t, proj, 3),  \
                OUT(act_t, x, 4), OUT(float, ssq, 5), PARAMS(AttnOut, 6), STEP_IN(7) IDS) {         \
-    READ_IDS                                                                                       \
-    SHARED(float4, o, 32 * OUT_LD / 4);                                                            \
-    SHARED(float, squares, LILY_OUT_ROWS);                                                         \
-    attn_out_body<BITS>(codes, pairs, partial, proj, x, ssq, p, step, (threadgroup float*)o,       \
-                        squares, group, tid, lane, simd);                                          \
+    READ_IDS                                                                                         \
+    SHARED(float, part, OUT_SIMDS * LILY_OUT_ROWS);                                                \
+    attn_out_body<BITS>(codes, pairs, partial, proj, x, ssq, p, step, part, group, lane, simd);    \
   }
 LILY_VARIANTS_attn_out(ATTN_OUT)
 

@@ -98,21 +98,19 @@ static inline void delta_step_body(device const act_t* proj, device const float*
     k *= inv_norm(k);
     const float decay = exp_(a_scale * softplus(to_float(at[p.a_offset + h]) + a_bias));
     const float beta = sigmoid(to_float(at[p.b_offset + h]));
-    float d[DELTA_COLUMNS], o = 0.0f;
+    float d[DELTA_COLUMNS];
     UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
       s[j] *= decay;
       d[j] = dot4(s[j], k, 0.0f);
     }
-    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j)
-      d[j] = simd_sum(d[j]);
+    // Lanes 4 j to 4 j + 3 have the sum of column j; lane j has its v.
+    const float change = beta * (simd_shuffle(v, (ushort)(lane / 4)) - sum8(d, lane));
     UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j) {
-      s[j] += (beta * (simd_shuffle(v, (ushort)j) - d[j])) * k;
+      s[j] += simd_shuffle(change, (ushort)(4 * j)) * k;
       d[j] = dot4(s[j], q, 0.0f);
     }
-    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j)
-      d[j] = simd_sum(d[j]);
-    UNROLL for (uint j = 0; j < DELTA_COLUMNS; ++j)
-      o = lane == j ? d[j] : o;
+    const float sum = sum8(d, lane), at_column = simd_shuffle(sum, (ushort)(4 * (lane & 7)));
+    const float o = lane < DELTA_COLUMNS ? at_column : 0.0f;
     if (lane < DELTA_COLUMNS) {
       const float z = to_float(at[p.z_offset + mine]);
       u[(ulong)r * p.value_heads * LILY_DELTA_DIM + mine] = to_act(o * v_gain * silu(z));
@@ -153,56 +151,65 @@ static inline void delta_step_body(device const act_t* proj, device const float*
 LILY_VARIANTS_delta_step(DELTA_STEP)
 
 // ---- delta_out ----------------------------------------------------------------------------------
-// Group = 8 output rows of one input row, 2 a simdgroup. A lane's 32 values lie inside one head.
+// Group = 8 output rows of one input row; each of 4 simdgroups takes a quarter of k (1024 values by
+// turns). A lane's 32 values lie inside one head.
+#define DELTA_OUT_SIMDS 4
+#define DELTA_OUT_HEADS (DELTA_OUT_SIMDS * 1024 / LILY_DELTA_DIM)  // of one turn
 template <uint BITS>
 static inline void delta_out_body(device const uint* codes, device const uint* pairs,
                                   device const act_t* u, device const float* head_ssq,
                                   device act_t* x, device float* ssq, PARAM_REF(DeltaOut) p,
-                                  device const Step* step, threadgroup float* squares, uint3 group,
-                                  uint tid, uint lane, uint simd) {
-  const uint row = group.y, k = p.w.k, n0 = group.x * LILY_OUT_ROWS + 2 * simd;
-  if (row >= step->rows) return;
-  float acc[2] = {0.0f, 0.0f};
-  for (uint k0 = 32 * lane; k0 < k; k0 += 1024) {
-    device const float* parts =
-        head_ssq + ((ulong)row * p.heads + k0 / LILY_DELTA_DIM) * p.head_parts;
-    float sum = 0.0f;
-    for (uint i = 0; i < p.head_parts; ++i) sum += parts[i];
-    const float inv = inv_sqrt(sum / float(LILY_DELTA_DIM) + p.eps);
-    float xs[32], x_sum = 0.0f;
-    UNROLL for (uint j = 0; j < 8; ++j) {
-      const float4 v = load4(u + (ulong)row * k + k0 + 4 * j) * inv;
-      UNROLL for (uint e = 0; e < 4; ++e) {
-        xs[4 * j + e] = v[e];
-        x_sum += v[e];
+                                  device const Step* step, threadgroup float* part,
+                                  threadgroup float* inv, uint3 group, uint tid, uint lane,
+                                  uint simd) {
+  const Linear w = linear_of(p.w);
+  const uint row = group.y, k = w.k, first = group.x * LILY_OUT_ROWS;
+  // Row 0 is always there: its weights' loads wait for nothing.
+  if (row > 0 && row >= step->rows) return;
+  float acc[LILY_OUT_ROWS];
+  UNROLL for (uint j = 0; j < LILY_OUT_ROWS; ++j)
+    acc[j] = 0.0f;
+  UNROLL for (uint n0 = 0; n0 < LILY_OUT_ROWS; n0 += rows_at_once<BITS>()) {
+    for (uint base = 0; base < k; base += DELTA_OUT_SIMDS * 1024) {
+      const uint k0 = base + simd * 1024 + 32 * lane;
+      RowCodes<BITS, rows_at_once<BITS>()> rows;
+      if (k0 < k) {
+        UNROLL for (uint j = 0; j < rows_at_once<BITS>(); ++j)
+          load_row(codes, pairs, w, first + n0 + j, k0, j, rows);
       }
-    }
-    UNROLL for (uint j = 0; j < 2; ++j) {
-      acc[j] += dot32<BITS>(codes, pairs, p.w, n0 + j, k0, xs, x_sum);
+      // The weights are under way while the norms of these heads are taken, by a thread each.
+      const uint head = base / LILY_DELTA_DIM + tid;
+      if (tid < DELTA_OUT_HEADS && head < p.heads) {
+        device const float* parts = head_ssq + ((ulong)row * p.heads + head) * p.head_parts;
+        float sum = 0.0f;
+        for (uint i = 0; i < p.head_parts; ++i) sum += parts[i];
+        inv[tid] = inv_sqrt(sum / float(LILY_DELTA_DIM) + p.eps);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (k0 < k) {
+        LaneX xs;
+        UNROLL for (uint c = 0; c < 8; ++c) {
+          xs.v[c] = load4(u + (ulong)row * k + k0 + 4 * c) * inv[(k0 - base) / LILY_DELTA_DIM];
+        }
+        prepare<BITS>(xs);
+        add_rows(rows, xs, p.w.scale_f16, acc + n0);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
-  UNROLL for (uint j = 0; j < 2; ++j) {
-    const float v = simd_sum(acc[j]);
-    if (lane == 0) {
-      const ulong at = (ulong)row * p.w.n + n0 + j;
-      const float stored = round_act(to_float(x[at]) + v);
-      x[at] = to_act(stored);
-      squares[2 * simd + j] = stored * stored;
-    }
-  }
+  const float v = sum8(acc, lane);
+  if ((lane & 3) == 0) part[simd * LILY_OUT_ROWS + lane / 4] = v;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (tid == 0) {
-    float sum = 0.0f;
-    for (uint i = 0; i < LILY_OUT_ROWS; ++i) sum += squares[i];
-    ssq[(ulong)row * (p.w.n / LILY_OUT_ROWS) + group.x] = sum;
-  }
+  if (simd == 0 && row < step->rows)
+    add_outputs(part, DELTA_OUT_SIMDS, x, ssq, (ulong)row * p.w.n, first, lane);
 }
 #define DELTA_OUT(op, name, BITS, c1, c2)                                                     \
   KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, u, 2), IN(float, head_ssq, 3), \
                OUT(act_t, x, 4), OUT(float, ssq, 5), PARAMS(DeltaOut, 6), STEP_IN(7) IDS) {   \
-    READ_IDS                                                                                  \
-    SHARED(float, squares, LILY_OUT_ROWS);                                                    \
-    delta_out_body<BITS>(codes, pairs, u, head_ssq, x, ssq, p, step, squares, group, tid,     \
+    READ_IDS                                                                                    \
+    SHARED(float, part, DELTA_OUT_SIMDS * LILY_OUT_ROWS);                                     \
+    SHARED(float, inv, DELTA_OUT_HEADS);                                                      \
+    delta_out_body<BITS>(codes, pairs, u, head_ssq, x, ssq, p, step, part, inv, group, tid,   \
                          lane, simd);                                                         \
   }
 LILY_VARIANTS_delta_out(DELTA_OUT)

@@ -15,7 +15,9 @@ using ulong = uint64_t;
 #define LILY_DELTA_DIM 128   // DeltaNet key and value head dim
 #define LILY_CONV_WIDTH 4    // causal convolution, so 3 rows of it are carried
 #define LILY_HEAD_DIM 256    // attention head dim
-#define LILY_KV_BLOCK 256    // tokens of a KV block and of an attention split
+#define LILY_KV_BLOCK 256    // tokens of a KV block
+#define LILY_SPLIT 128       // tokens of an attention split: half a block, so that few tokens already
+                             // make several groups
 #define LILY_PARTIAL 258     // one attention partial: max, sum, then head_dim accumulators
 #define LILY_OUT_ROWS 8      // output rows of one threadgroup of delta_out, attn_out, expert_down:
                              // one partial sum of squares each
@@ -80,6 +82,8 @@ struct Embed {
 };
 // codes, pairs, ids uint[R], x out act[R][k], ssq out float[R] (sum of squares of the stored row)
 
+// Rows of W that a threadgroup of project takes: the longer W, the more share one unpacking of x.
+#define LILY_PROJECT_ROWS(n) ((n) >= 65536 ? 64 : (n) >= 8192 ? 32 : 16)
 // y[:, y_offset : y_offset + n] = W (gain * x) * rsqrt(sum(ssq) / k + eps): norm and projection.
 struct Project {
   Linear w;
@@ -102,7 +106,7 @@ struct AttnOut {
   uint rows, heads, splits, combined, proj_stride;
 };
 // codes, pairs, partial float[R][heads][splits][258], proj act[R][proj_stride], x io act[R][n], ssq out float[R][n / LILY_OUT_ROWS]; Step: rows, position
-// splits: entries per head in `partial`. Valid ones: 1 when combined, else position / 256 + 1.
+// splits: entries per head in `partial`. Valid ones: 1 when combined, else position / LILY_SPLIT + 1.
 
 struct Route {
   uint expert;
@@ -136,8 +140,8 @@ struct DeltaStep {
 // conv_in act[slots][3][channels], state_in float[slots][Hv][128 v][128 k], conv_out out, state_out out (same shapes), u out act[R][Hv * 128], head_ssq out float[R][Hv][head_parts]; Step: rows, slot
 // write_state 0 (verification): conv_out and state_out are bound but not touched.
 
-// q/k norm, RoPE, append of k and v to the slot's KV pages, attention of each row over its 256-token
-// splits. KV block: act[layers][2][kv_heads][256][256] (k then v).
+// q/k norm, RoPE, append of k and v to the slot's KV pages, attention of each row over its splits of
+// LILY_SPLIT tokens. KV block: act[layers][2][kv_heads][256][256] (k then v).
 struct AttnStep {
   uint rows, heads, kv_heads, rotary, proj_stride, k_offset, v_offset, layer, splits;
   float eps, scale;

@@ -3,96 +3,71 @@
 #include "tile.h"
 
 // ---- project ------------------------------------------------------------------------------------
-// 4 simdgroups a group, 4 weight rows a simdgroup, ROWS input rows. A weight is unpacked once for
-// all input rows; each row's sums run in the same order whatever ROWS is.
+// A group: ROWS input rows, 16 weight rows by turns, 4 of each turn a simdgroup. k goes in sweeps of
+// CHUNKS * 1024 values, whose x all simdgroups share; a lane takes 32 values of a chunk and has the
+// codes of a sweep under way while x is unpacked. Sums run chunk after chunk, whatever ROWS is.
 #define PROJECT_SIMDS 4
 #define PROJECT_N 4
-// Words of 32 consecutive codes.
-template <uint BITS>
-struct CodeWords {
-  uint w[BITS];
-};
-template <uint BITS>
-static inline void load_code_words(device const uint* at, thread CodeWords<BITS>& words) {
-  UNROLL for (uint i = 0; i < BITS / 4; ++i) {
-    const uint4 v = ((device const uint4*)at)[i];
-    UNROLL for (uint c = 0; c < 4; ++c)
-      words.w[4 * i + c] = v[c];
-  }
-}
-// Code j of a word as a number.
-template <uint BITS>
-static inline float code_value(uint w, uint j) {
-  const uint code = (w >> (BITS * j)) & ((1u << BITS) - 1u);
-  return BITS == 16 ? bf16_bits_to_float(code) : float(code);
+#define PROJECT_TURN (PROJECT_SIMDS * PROJECT_N)
+template <uint BITS, uint ROWS>
+static inline constexpr uint project_chunks() {  // as registers and threadgroup memory allow
+  return ROWS == 1 && BITS != 16 ? 2 : 1;
 }
 template <uint BITS, uint ROWS>
 static inline void project_body(device const uint* codes, device const uint* pairs,
                                 device const act_t* x, device const float* gain,
                                 device const float* ssq, device uchar* y, PARAM_REF(Project) p,
-                                device const Step* step, uint3 group, uint lane, uint simd) {
-  const uint k = p.w.k, n0 = (group.x * PROJECT_SIMDS + simd) * PROJECT_N, r0 = group.y * ROWS;
+                                device const Step* step, threadgroup SharedX* xs,
+                                threadgroup float* inv, uint3 group, uint tid, uint lane,
+                                uint simd) {
+  constexpr uint CHUNKS = project_chunks<BITS, ROWS>(), SWEEP = CHUNKS * 1024;
+  const Linear m = linear_of(p.w);
+  const uint k = m.k, r0 = group.y * ROWS, base = group.x * LILY_PROJECT_ROWS(m.n);
+  // Row 0 is always there: its weights' loads wait for nothing.
+  if (r0 > 0 && r0 >= step->rows) return;
+  const uint end = min(base + LILY_PROJECT_ROWS(p.w.n), p.w.n);
   const uint rows = min(p.rows, step->rows);
-  if (n0 >= p.w.n || r0 >= rows) return;  // whole simdgroups; no barrier follows
-  // The last of the valid rows, and of a matrix whose n is no multiple of 4, are computed again
-  // where there is no further one, and stored once.
-  ulong row[ROWS], n[PROJECT_N];
-  float acc[ROWS][PROJECT_N];
-  UNROLL for (uint j = 0; j < PROJECT_N; ++j)
-    n[j] = min(n0 + j, p.w.n - 1);
-  UNROLL for (uint r = 0; r < ROWS; ++r) {
-    row[r] = min(r0 + r, rows - 1);
-    UNROLL for (uint j = 0; j < PROJECT_N; ++j)
-      acc[r][j] = 0.0f;
-  }
-  for (uint k0 = lane * 32; k0 < k; k0 += 1024) {
-    CodeWords<BITS> words[PROJECT_N];
-    uint pair[PROJECT_N];
-    float d[ROWS][PROJECT_N], x_sum[ROWS];
-    UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
-      load_code_words<BITS>(codes + (n[j] * row_bytes(k, BITS) + (ulong)k0 * BITS / 8) / 4,
-                            words[j]);
-      pair[j] = 0;
-      if (BITS != 16) pair[j] = pairs[n[j] * (k >> p.w.group_shift) + (k0 >> p.w.group_shift)];
-    }
-    UNROLL for (uint r = 0; r < ROWS; ++r) {
-      x_sum[r] = 0.0f;
-      UNROLL for (uint j = 0; j < PROJECT_N; ++j)
-        d[r][j] = 0.0f;
-    }
-    UNROLL for (uint c = 0; c < 8; ++c) {
-      const float4 g = *(device const float4*)(gain + k0 + 4 * c);
-      float4 xs[ROWS];
-      UNROLL for (uint r = 0; r < ROWS; ++r) {
-        const float4 v = load4(x + row[r] * k + k0 + 4 * c);
-        xs[r] = v * g;
-        // fma written out: contraction must not depend on ROWS.
-        UNROLL for (uint e = 0; e < 4; ++e)
-          x_sum[r] = fma(v[e], g[e], x_sum[r]);
+  for (uint n0 = base; n0 < end; n0 += PROJECT_TURN) {
+    const uint first = n0 + simd * PROJECT_N;
+    float acc[ROWS * PROJECT_N];
+    UNROLL for (uint i = 0; i < ROWS * PROJECT_N; ++i)
+      acc[i] = 0.0f;
+    for (uint k0 = 0; k0 < k; k0 += SWEEP) {
+      RowCodes<BITS, PROJECT_N> w[CHUNKS];
+      UNROLL for (uint c = 0; c < CHUNKS; ++c) {
+        const uint at = k0 + c * 1024 + lane * 32;
+        UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
+          // Of a matrix whose n is no multiple of 16, the last row is computed again, not stored.
+          if (at < k) load_row(codes, pairs, m, min(first + j, m.n - 1), at, j, w[c]);
+        }
       }
-      UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
-        UNROLL for (uint e = 0; e < 4; ++e) {
-          const uint i = 4 * c + e;
-          const float q = code_value<BITS>(words[j].w[i * BITS / 32], i % (32 / BITS));
-          UNROLL for (uint r = 0; r < ROWS; ++r)
-            d[r][j] = fma(q, xs[r][e], d[r][j]);
+      // One sweep covers k of the models at hand: x is unpacked for the first turn only.
+      if (k > SWEEP || n0 == base) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        UNROLL for (uint r = 0; r < ROWS; ++r) {
+          // The last valid row again where there is no further one.
+          const ulong row = r == 0 ? r0 : min(r0 + r, max(rows, 1u) - 1);
+          fill_x<BITS>(x + row * k + k0, gain + k0, k - k0, CHUNKS, xs + r * CHUNKS, tid,
+                       PROJECT_SIMDS * 32);
+        }
+        if (k0 == 0 && n0 == base && simd < ROWS) {
+          const ulong row = simd == 0 ? r0 : min(r0 + simd, max(rows, 1u) - 1);
+          const float sum = sum_parts(ssq + row * p.ssq_parts, p.ssq_parts, lane);
+          if (lane == 0) inv[simd] = inv_sqrt(sum / float(k) + p.eps);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      UNROLL for (uint c = 0; c < CHUNKS; ++c) {
+        if (k0 + c * 1024 + lane * 32 < k) {
+          add_chunk<BITS, ROWS>(w[c], xs + c, CHUNKS, p.w.scale_f16, lane, acc);
         }
       }
     }
-    UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
-      const float2 sb = scale_bias(pair[j], p.w.scale_f16);
-      UNROLL for (uint r = 0; r < ROWS; ++r) {
-        acc[r][j] += BITS == 16 ? d[r][j] : fma(sb.x, d[r][j], sb.y * x_sum[r]);
-      }
-    }
-  }
-  UNROLL for (uint r = 0; r < ROWS; ++r) {
-    const float sum = sum_parts(ssq + row[r] * p.ssq_parts, p.ssq_parts, lane);
-    const float inv = inv_sqrt(sum / float(k) + p.eps);
-    UNROLL for (uint j = 0; j < PROJECT_N; ++j) {
-      const float v = simd_sum(acc[r][j]) * inv;
-      const ulong at = row[r] * p.y_stride + p.y_offset + n0 + j;
-      if (lane == 0 && r0 + r < rows && n0 + j < p.w.n) {
+    UNROLL for (uint r = 0; r < ROWS; ++r) {
+      const float v = sum4(acc + r * PROJECT_N, lane) * inv[r];
+      const uint n = first + lane / 4;
+      if ((lane & 19) == 0 && n < p.w.n && r0 + r < rows) {
+        const ulong at = (ulong)(r0 + r) * p.y_stride + p.y_offset + n;
         if (p.out_f32) ((device float*)y)[at] = v;
         else ((device act_t*)y)[at] = to_act(v);
       }
@@ -102,8 +77,11 @@ static inline void project_body(device const uint* codes, device const uint* pai
 #define PROJECT(op, name, BITS, ROWS, c2)                                                         \
   KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, x, 2), IN(float, gain, 3),       \
                IN(float, ssq, 4), OUT(uchar, y, 5), PARAMS(Project, 6), STEP_IN(7) IDS) {         \
-    READ_IDS                                                                                      \
-    project_body<BITS, ROWS>(codes, pairs, x, gain, ssq, y, p, step, group, lane, simd);          \
+    READ_IDS                                                                                        \
+    SHARED(SharedX, xs, ROWS * (project_chunks<BITS, ROWS>()));                                   \
+    SHARED(float, inv, ROWS);                                                                     \
+    project_body<BITS, ROWS>(codes, pairs, x, gain, ssq, y, p, step, xs, inv, group, tid, lane,   \
+                             simd);                                                               \
   }
 LILY_VARIANTS_project(PROJECT)
 
@@ -143,6 +121,12 @@ static inline float share_sum(thread const Share& s) {
     }
   }
   return sum;
+}
+// Code j of a word as a number.
+template <uint BITS>
+static inline float code_value(uint w, uint j) {
+  const uint code = (w >> (BITS * j)) & ((1u << BITS) - 1u);
+  return BITS == 16 ? bf16_bits_to_float(code) : float(code);
 }
 template <uint BITS>
 static inline void load_share_codes(device const uint* at, thread uint (&w)[BITS / 2]) {

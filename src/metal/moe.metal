@@ -53,48 +53,54 @@ static inline float choice_weight(uint key, uint top_k, uint lane) {
 
 // uints of one expert's codes and pairs.
 template <uint BITS>
-static inline ulong expert_codes(PARAM_REF(Linear) w) {
+static inline ulong expert_codes(thread const Linear& w) {
   return (ulong)w.n * w.k * BITS / 32;
 }
 template <uint BITS>
-static inline ulong expert_pairs(PARAM_REF(Linear) w) {
+static inline ulong expert_pairs(thread const Linear& w) {
   return BITS == 16 ? 0 : (ulong)w.n * (w.k >> w.group_shift);
 }
 
 // ---- expert_up ----------------------------------------------------------------------------------
-// A group: one row, one slot, 4 simdgroups of EXPERT_UP_UNITS units (a gate and an up row each).
-#define EXPERT_UP_SIMDS 4
-#define EXPERT_UP_UNITS 2
+// A group: one row, one slot, 12 units (a gate and an up row each), two a simdgroup. k goes in sweeps
+// as in project. One simdgroup chooses the expert while the others unpack x for all.
+#define EXPERT_UP_SIMDS 6
+#define EXPERT_UP_ROWS 4
+#define EXPERT_UP_UNITS 12
 template <uint BITS>
-static inline void expert_up_body(device const uint* codes, device const uint* pairs,
+static inline constexpr uint expert_up_chunks() {
+  return BITS == 16 ? 1 : 2;
+}
+// The simdgroup's weight rows from `first` on. x of the first sweep is there already.
+template <uint BITS>
+static inline void expert_up_rows(device const uint* codes, device const uint* pairs,
                                   device const act_t* x, device const float* gain,
-                                  device const float* ssq, device act_t* h, PARAM_REF(Linear) w,
-                                  uint ssq_parts, float eps, uint u0, uint lane) {
-  const uint k = w.k;
-  float acc[2 * EXPERT_UP_UNITS];
-  UNROLL for (uint j = 0; j < 2 * EXPERT_UP_UNITS; ++j)
+                                  thread const Linear& w, uint first, threadgroup SharedX* xs,
+                                  thread float (&acc)[EXPERT_UP_ROWS], uint tid, uint lane) {
+  constexpr uint CHUNKS = expert_up_chunks<BITS>();
+  UNROLL for (uint j = 0; j < EXPERT_UP_ROWS; ++j)
     acc[j] = 0.0f;
-  for (uint k0 = lane * 32; k0 < k; k0 += 1024) {
-    float xs[32], x_sum = 0.0f;
-    UNROLL for (uint j = 0; j < 8; ++j) {
-      const float4 v = load4(x + k0 + 4 * j), g = *(device const float4*)(gain + k0 + 4 * j);
-      UNROLL for (uint e = 0; e < 4; ++e) {
-        xs[4 * j + e] = v[e] * g[e];
-        x_sum += xs[4 * j + e];
+  for (uint k0 = 0; k0 < w.k; k0 += CHUNKS * 1024) {
+    RowCodes<BITS, EXPERT_UP_ROWS> rows[CHUNKS];
+    UNROLL for (uint c = 0; c < CHUNKS; ++c) {
+      const uint at = k0 + c * 1024 + lane * 32;
+      UNROLL for (uint j = 0; j < EXPERT_UP_ROWS; ++j) {
+        // The last unit of a width that is no multiple of 12 is computed again, stored once.
+        if (at < w.k) load_row(codes, pairs, w, min(first + j, w.n - 2 + (j & 1)), at, j, rows[c]);
       }
     }
-    UNROLL for (uint j = 0; j < 2 * EXPERT_UP_UNITS; ++j) {
-      // The last unit of an odd width is computed again, stored once.
-      acc[j] += dot32<BITS>(codes, pairs, w, min(2 * u0 + j, w.n - 2 + (j & 1)), k0, xs, x_sum);
+    if (k0 > 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      fill_x<BITS>(x + k0, gain + k0, w.k - k0, CHUNKS, xs, tid, EXPERT_UP_SIMDS * 32);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    UNROLL for (uint c = 0; c < CHUNKS; ++c) {
+      if (k0 + c * 1024 + lane * 32 < w.k) {
+        add_chunk<BITS, 1>(rows[c], xs + c, CHUNKS, w.scale_f16, lane, acc);
+      }
     }
   }
-  const float inv = inv_sqrt(sum_parts(ssq, ssq_parts, lane) / float(k) + eps);
-  UNROLL for (uint j = 0; j < EXPERT_UP_UNITS; ++j) {
-    const float gate = simd_sum(acc[2 * j]) * inv, up = simd_sum(acc[2 * j + 1]) * inv;
-    if (lane == 0 && 2 * (u0 + j) < w.n) h[u0 + j] = to_act(silu(gate) * up);
-  }
 }
-// One simdgroup chooses for the group; the first group of each slot also reports the slot's route.
 #define EXPERT_UP(op, name, BITS, c1, c2)                                                         \
   KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(uint, shared_codes, 2),                 \
                IN(uint, shared_pairs, 3), IN(act_t, x, 4), IN(float, gain, 5), IN(float, ssq, 6), \
@@ -102,106 +108,119 @@ static inline void expert_up_body(device const uint* codes, device const uint* p
                STEP_IN(11) IDS) {                                                                 \
     READ_IDS                                                                                      \
     SHARED(uint, chosen, 1);                                                                      \
-    const uint row = group.z, slot = p.slot_begin + group.y;                                      \
-    if (row >= step->rows) return;                                                                \
+    SHARED(float, inv, 1);                                                                        \
+    SHARED(SharedX, xs, (expert_up_chunks<BITS>()));                                              \
+    const uint row = group.z, slot = p.slot_begin + group.y, u0 = group.x * EXPERT_UP_UNITS;      \
+    const bool shared = slot == p.top_k;                                                          \
+    const uint units = (shared ? p.shared.n : p.routed.n) / 2;                                    \
+    if (u0 >= units || row >= step->rows) return;                                                 \
+    const uint k = shared ? p.shared.k : p.routed.k;                                              \
     const ulong entry = (ulong)row * (p.top_k + 1) + slot;                                        \
     device const float* row_logits = logits + (ulong)row * p.logits_stride;                       \
-    if (simd == 0) {                                                                              \
-      if (slot == p.top_k) {                                                                      \
-        if (group.x == 0 && lane == 0) {                                                          \
-          route[entry].expert = p.experts;                                                        \
-          route[entry].weight = sigmoid(row_logits[p.experts]);                                   \
-        }                                                                                         \
-      } else {                                                                                    \
-        uint id, key;                                                                             \
-        choose(row_logits, p.experts, group.x == 0 ? p.top_k : slot + 1, lane, id, key);          \
-        if (lane == slot) chosen[0] = id;                                                         \
-        if (group.x == 0) {                                                                       \
-          const float weight = choice_weight(key, p.top_k, lane);                                 \
-          if (lane == slot) {                                                                     \
-            route[entry].expert = id;                                                             \
-            route[entry].weight = weight;                                                         \
-          }                                                                                       \
+    device const act_t* row_x = x + (ulong)row * k;                                               \
+    if (simd > 0) {                                                                               \
+      fill_x<BITS>(row_x, gain, k, expert_up_chunks<BITS>(), xs, tid - 32,                        \
+                   (EXPERT_UP_SIMDS - 1) * 32);                                                   \
+    } else if (shared) {                                                                          \
+      if (group.x == 0 && lane == 0) {                                                            \
+        route[entry].expert = p.experts;                                                          \
+        route[entry].weight = sigmoid(row_logits[p.experts]);                                     \
+      }                                                                                           \
+    } else {                                                                                      \
+      uint id, key;                                                                               \
+      choose(row_logits, p.experts, group.x == 0 ? p.top_k : slot + 1, lane, id, key);            \
+      if (lane == slot) chosen[0] = id;                                                           \
+      if (group.x == 0) { /* the first group of each slot reports its route */                    \
+        const float weight = choice_weight(key, p.top_k, lane);                                   \
+        if (lane == slot) {                                                                       \
+          route[entry].expert = id;                                                               \
+          route[entry].weight = weight;                                                           \
         }                                                                                         \
       }                                                                                           \
     }                                                                                             \
-    threadgroup_barrier(mem_flags::mem_threadgroup);                                              \
-    const uint u0 = (group.x * EXPERT_UP_SIMDS + simd) * EXPERT_UP_UNITS;                         \
-    device const act_t* row_x = x + (ulong)row * p.routed.k;                                      \
-    device const float* row_ssq = ssq + (ulong)row * p.ssq_parts;                                 \
-    if (slot == p.top_k) {                                                                        \
-      if (2 * u0 >= p.shared.n) return;                                                           \
-      expert_up_body<BITS>(shared_codes, shared_pairs, row_x, gain, row_ssq,                      \
-                           h + entry * p.h_stride, p.shared, p.ssq_parts, p.eps, u0, lane);       \
-    } else {                                                                                      \
-      if (2 * u0 >= p.routed.n) return;                                                           \
-      const ulong expert = chosen[0];                                                             \
-      expert_up_body<BITS>(codes + expert * expert_codes<BITS>(p.routed),                         \
-                           pairs + expert * expert_pairs<BITS>(p.routed), row_x, gain, row_ssq,   \
-                           h + entry * p.h_stride, p.routed, p.ssq_parts, p.eps, u0, lane);       \
+    if (simd == 1) {                                                                              \
+      const float sum = sum_parts(ssq + (ulong)row * p.ssq_parts, p.ssq_parts, lane);             \
+      if (lane == 0) inv[0] = inv_sqrt(sum / float(k) + p.eps);                                   \
     }                                                                                             \
+    threadgroup_barrier(mem_flags::mem_threadgroup);                                              \
+    const uint first = 2 * u0 + simd * EXPERT_UP_ROWS;                                            \
+    float acc[EXPERT_UP_ROWS];                                                                    \
+    const Linear w = shared ? linear_of(p.shared) : linear_of(p.routed);                          \
+    const ulong expert = shared ? 0 : chosen[0];                                                  \
+    expert_up_rows<BITS>((shared ? shared_codes : codes) + expert * expert_codes<BITS>(w),        \
+                         (shared ? shared_pairs : pairs) + expert * expert_pairs<BITS>(w), row_x, \
+                         gain, w, first, xs, acc, tid, lane);                                     \
+    /* Lanes 0, 4, 8, 12: gate, up, gate, up. */                                                  \
+    const float v = sum4(acc, lane) * inv[0], up = simd_shuffle_xor(v, 4);                        \
+    const uint unit = u0 + simd * 2 + lane / 8;                                                   \
+    if ((lane & 23) == 0 && unit < units) h[entry * p.h_stride + unit] = to_act(silu(v) * up);    \
   }
 LILY_VARIANTS_expert_up(EXPERT_UP)
 
 // ---- expert_down --------------------------------------------------------------------------------
-// A group: one row, LILY_OUT_ROWS outputs, two a simdgroup: lanes 0..15 one, lanes 16..31 the
-// other, so that an expert of width 512 keeps every lane busy. A lane adds up its share of all
-// slots, in slot order; one reduction at the end.
+// A group: one row, LILY_OUT_ROWS outputs, a simdgroup for each slot, so that all experts' weights
+// are under way at once. Lanes 0..15 take the even outputs, lanes 16..31 the odd ones: an expert of
+// width 512 keeps every lane busy. The slots' sums are added up in their order.
 template <uint BITS>
-static inline float expert_down_dot(device const uint* codes, device const uint* pairs,
-                                    PARAM_REF(Linear) w, device const act_t* h, uint n, uint lane) {
-  float acc = 0.0f;
-  for (uint k0 = (lane & 15) * 32; k0 < w.k; k0 += 512) {
-    float hs[32], h_sum = 0.0f;
-    UNROLL for (uint j = 0; j < 8; ++j) {
-      const float4 v = load4(h + k0 + 4 * j);
-      UNROLL for (uint e = 0; e < 4; ++e) {
-        hs[4 * j + e] = v[e];
-        h_sum += v[e];
-      }
+static inline void expert_down_rows(device const uint* codes, device const uint* pairs,
+                                    thread const Linear& w, device const act_t* h, uint first,
+                                    threadgroup float* part, uint lane) {
+  constexpr uint N = BITS == 16 ? 2 : LILY_OUT_ROWS / 2;
+  float acc[LILY_OUT_ROWS / 2];
+  UNROLL for (uint j = 0; j < LILY_OUT_ROWS / 2; ++j)
+    acc[j] = 0.0f;
+  UNROLL for (uint n0 = 0; n0 < LILY_OUT_ROWS / 2; n0 += N) {
+    for (uint k0 = (lane & 15) * 32; k0 < w.k; k0 += 512) {
+      RowCodes<BITS, N> rows;
+      UNROLL for (uint j = 0; j < N; ++j)
+        load_row(codes, pairs, w, first + 2 * (n0 + j) + (lane >> 4), k0, j, rows);
+      LaneX hs;
+      UNROLL for (uint c = 0; c < 8; ++c)
+        hs.v[c] = load4(h + k0 + 4 * c);
+      prepare<BITS>(hs);
+      add_rows(rows, hs, w.scale_f16, acc + n0);
     }
-    acc += dot32<BITS>(codes, pairs, w, n, k0, hs, h_sum);
   }
-  return acc;
+  exchange<2>(acc, lane);
+  exchange<1>(acc, lane);
+  float v = acc[0] + simd_shuffle_xor(acc[0], 2);
+  v += simd_shuffle_xor(v, 1);
+  if ((lane & 3) == 0) part[2 * ((lane & 15) / 4) + (lane >> 4)] = v;
 }
 #define EXPERT_DOWN(op, name, BITS, c1, c2)                                                       \
   KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(uint, shared_codes, 2),                 \
                IN(uint, shared_pairs, 3), IN(act_t, h, 4), IN(Route, route, 5), OUT(act_t, x, 6), \
                OUT(float, ssq, 7), PARAMS(ExpertDown, 8), STEP_IN(9) IDS) {                       \
     READ_IDS                                                                                      \
-    SHARED(float, squares, LILY_OUT_ROWS);                                                        \
-    const uint row = group.y;                                                                     \
-    if (row >= step->rows) return;                                                                \
+    SHARED(float, part, (LILY_MAX_TOP_K + 1) * LILY_OUT_ROWS);                                    \
+    const uint row = group.y, slot = p.slot_begin + simd, n = group.x * LILY_OUT_ROWS;            \
+    if (row > 0 && row >= step->rows) return;                                                     \
     const uint hidden = p.slot_begin == p.top_k ? p.shared.n : p.routed.n;                        \
-    const uint local = 2 * simd + (lane >> 4), n = group.x * LILY_OUT_ROWS + local;               \
-    float acc = 0.0f;                                                                             \
-    for (uint slot = p.slot_begin; slot < p.slot_begin + p.slots; ++slot) {                       \
-      const ulong entry = (ulong)row * (p.top_k + 1) + slot;                                      \
-      device const act_t* slot_h = h + entry * p.h_stride;                                        \
-      float dot;                                                                                  \
-      if (slot == p.top_k) {                                                                      \
-        dot = expert_down_dot<BITS>(shared_codes, shared_pairs, p.shared, slot_h, n, lane);       \
-      } else {                                                                                    \
-        const ulong expert = min(route[entry].expert, p.experts - 1);                             \
-        dot = expert_down_dot<BITS>(codes + expert * expert_codes<BITS>(p.routed),                \
-                                    pairs + expert * expert_pairs<BITS>(p.routed), p.routed,      \
-                                    slot_h, n, lane);                                             \
-      }                                                                                           \
-      acc = fma(route[entry].weight, dot, acc);                                                   \
-    }                                                                                             \
-    UNROLL for (ushort o = 8; o; o >>= 1) acc += simd_shuffle_xor(acc, o);                        \
-    if ((lane & 15) == 0) {                                                                       \
-      device act_t* at = x + (ulong)row * hidden + n;                                             \
-      const float v = round_act(to_float(*at) + acc);                                             \
-      *at = to_act(v);                                                                            \
-      squares[local] = v * v;                                                                     \
-    }                                                                                             \
+    const ulong entries = (ulong)row * (p.top_k + 1);                                             \
+    device const act_t* slot_h = h + (entries + slot) * p.h_stride;                               \
+    threadgroup float* mine = part + simd * LILY_OUT_ROWS;                                        \
+    const bool shared = slot == p.top_k;                                                          \
+    const Linear w = shared ? linear_of(p.shared) : linear_of(p.routed);                          \
+    const ulong expert = shared ? 0 : min(route[entries + slot].expert, p.experts - 1);           \
+    expert_down_rows<BITS>((shared ? shared_codes : codes) + expert * expert_codes<BITS>(w),      \
+                           (shared ? shared_pairs : pairs) + expert * expert_pairs<BITS>(w), w,   \
+                           slot_h, n, mine, lane);                                                \
     threadgroup_barrier(mem_flags::mem_threadgroup);                                              \
-    if (tid == 0) {                                                                               \
-      float total = 0.0f;                                                                         \
-      UNROLL for (uint j = 0; j < LILY_OUT_ROWS; ++j) total += squares[j];                        \
-      ssq[(ulong)row * (hidden / LILY_OUT_ROWS) + group.x] = total;                               \
+    if (simd > 0 || row >= step->rows) return;                                                    \
+    float square = 0.0f;                                                                          \
+    if (lane < LILY_OUT_ROWS) {                                                                   \
+      float sum = 0.0f;                                                                           \
+      for (uint s = 0; s < p.slots; ++s) {                                                        \
+        const float weight = route[entries + p.slot_begin + s].weight;                            \
+        sum = fma(weight, part[s * LILY_OUT_ROWS + lane], sum);                                   \
+      }                                                                                           \
+      device act_t* at = x + (ulong)row * hidden + n + lane;                                      \
+      const float v = round_act(to_float(*at) + sum);                                             \
+      *at = to_act(v);                                                                            \
+      square = v * v;                                                                             \
     }                                                                                             \
+    const float total = simd_sum(square);                                                         \
+    if (lane == 0) ssq[(ulong)row * (hidden / LILY_OUT_ROWS) + group.x] = total;                  \
   }
 LILY_VARIANTS_expert_down(EXPERT_DOWN)
 

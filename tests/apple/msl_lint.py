@@ -47,7 +47,7 @@ FORBIDDEN = {
 }
 SPACE = re.compile(r"__(global|local|constant|private)\b")
 SIZES = {"uchar": 1, "ushort": 2, "half": 2, "bfloat": 2, "int": 4, "uint": 4, "float": 4,
-         "atomic_uint": 4, "ulong": 8}  # fmt: skip
+         "atomic_uint": 4, "ulong": 8, "SharedX": (8 * 32 * 4 + 32) * 4}  # fmt: skip
 
 
 def clang(*arguments: str, text: str) -> subprocess.CompletedProcess[str]:

@@ -64,7 +64,6 @@ ROWS = [
     # ---- functions ----
     Row("function", "as_type", 100, "llama.cpp argsort.metal"),
     Row("function", "fma", 100, "MLX erf.h"),
-    Row("function", "sqrt", 100, "MLX utils.h"),
     Row("function", "rint", 100, "MLX unary_ops.h"),
     Row("function", "isfinite", 100, "MLX fp8.h"),
     Row("function", "max", 100, "llama.cpp argsort.metal"),

@@ -80,6 +80,29 @@ def test_the_checkpoint_says_how_to_draw(engine: lily.Engine) -> None:
     )
 
 
+def test_report_92_thinking_and_plain_have_their_own_defaults(
+    engine: lily.Engine, tmp_path: Path
+) -> None:
+    """The family's advice is for thinking: plain chats are cooler, and nothing is penalised in
+    either; advice of the checkpoint's own holds for both."""
+    plain = engine.plain_defaults
+    assert (plain.temperature, plain.top_p, plain.top_k) == (0.7, 0.8, 20)
+    assert plain.presence_penalty == engine.defaults.presence_penalty == 0
+    thought = engine.chat("Why?", max_tokens=12, seed=1)
+    assert thought == engine.chat("Why?", params=engine.defaults, max_tokens=12, seed=1)
+    for seed in range(3):
+        short = engine.chat("Why?", thinking=False, max_tokens=12, seed=seed)
+        same = dict(thinking=False, max_tokens=12, seed=seed)
+        assert short == engine.chat("Why?", params=plain, **same)
+        assert short == engine.chat(
+            "Why?", params=engine.defaults, **same, temperature=0.7, top_p=0.8
+        )
+    advice = {"temperature": 1.0, "top_p": 0.95, "top_k": 20, "presence_penalty": 0.5}
+    folder = copy_of_calm(tmp_path, generation_config=advice)
+    with lily.Engine.load(folder, device="cpu", max_context=64) as other:
+        assert other.plain_defaults == other.defaults == lily.SamplingParams(**advice)
+
+
 def test_defaults_of_other_checkpoints(tmp_path: Path) -> None:
     advice = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.05, "min_p": None}
     folder = copy_of_calm(tmp_path, generation_config=advice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 
 import lily
 import reference
-from conftest import require_device
-from kernel_harness import GUARD, STRUCTS, Kernels, params
+from conftest import DEVICES, require_device
+from kernel_harness import GUARD, STRUCTS, Kernels, emulated, params
 from test_sample import Slot, make_step
 
 CALM = Path(__file__).resolve().parent / "data/mlx4_calm"
 ROWS = 16
+TIMEOUT = 3600
 
 # Every cut alone and all together, each with and without what changes the logits before.
 CUTS: list[dict[str, Any]] = [
@@ -38,9 +40,9 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-def draws(logits: np.ndarray, slot: Slot, count: int) -> np.ndarray:
+def draws(logits: np.ndarray, slot: Slot, count: int, device: str = "cpu") -> np.ndarray:
     """`count` tokens from one distribution: rows differ in position only, which each draw advances."""
-    k, vocab, ring = Kernels("cpu", True), logits.size, -(-count // ROWS)
+    k, vocab, ring = Kernels(device, True), logits.size, -(-count // ROWS)
     step = make_step(vocab, [slot], [0] * ROWS, [ring * row for row in range(ROWS)], ROWS)
     size = ctypes.sizeof(STRUCTS["Sampled"])
     rows = np.tile(logits, (ROWS, 1))
@@ -92,7 +94,14 @@ def excess(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(((chi / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
 
 
-def check(vocab: int, count: int, cut: dict[str, Any], change: dict[str, Any], seed: int) -> None:
+def check(
+    vocab: int,
+    count: int,
+    cut: dict[str, Any],
+    change: dict[str, Any],
+    seed: int,
+    device: str = "cpu",
+) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal(vocab) * 2.5).astype(np.float32)
     settings = {k: v for k, v in {**cut, **change}.items() if k not in ("bias", "mask")}
@@ -108,11 +117,13 @@ def check(vocab: int, count: int, cut: dict[str, Any], change: dict[str, Any], s
     kept = slot.candidates(logits, vocab)
     weights = np.exp(kept - kept.max())
     expected = weights / weights.sum() * count
-    counts = np.bincount(draws(logits, slot, count), minlength=vocab)
+    counts = np.bincount(draws(logits, slot, count, device), minlength=vocab)
+    off = excess(counts, expected)
+    print(f"{device} {cut} {change}: {off:+.2f} deviations, p = {math.erfc(off / 2**0.5) / 2:.4f}")
     assert not counts[expected == 0].any(), "an id that was cut off"
     assert counts.sum() == count
     # 32 combinations: beyond 4.5 deviations by chance is a matter of 1e-4.
-    assert abs(excess(counts, expected)) < 4.5
+    assert abs(off) < 4.5
 
 
 @pytest.mark.parametrize(("cut", "change"), list(product(CUTS, CHANGES)))
@@ -121,10 +132,16 @@ def test_draws_follow_the_distribution(cut: dict[str, Any], change: dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # up to 3 minutes each on two free cores
+@pytest.mark.timeout(TIMEOUT)
 @pytest.mark.parametrize(("cut", "change"), list(product(CUTS, CHANGES)))
-def test_many_draws_from_the_full_vocabulary(cut: dict[str, Any], change: dict[str, Any]) -> None:
-    check(248_320, 100_000, cut, change, CUTS.index(cut) * 10 + CHANGES.index(change) + 500)
+def test_many_draws_from_the_full_vocabulary(
+    device: str, cut: dict[str, Any], change: dict[str, Any]
+) -> None:
+    """The same draws on each device (see test_sample.py): a GPU has all of them in a minute."""
+    if emulated(device):
+        pytest.skip(f"{device} would take days")
+    seed = CUTS.index(cut) * 10 + CHANGES.index(change) + 500
+    check(248_320, 100_000, cut, change, seed, device)
 
 
 def test_the_check_would_see_a_small_fault() -> None:
@@ -140,7 +157,20 @@ def test_the_check_would_see_a_small_fault() -> None:
     assert abs(excess(counts, wanted(1.0))) < 4.5 < excess(counts, wanted(1.1))
 
 
-@pytest.mark.parametrize("other", ["sim", "cuda"])
+@pytest.mark.parametrize("activations", ["float32", "bfloat16"])
+def test_the_first_of_one_is_greedy_at_any_temperature(device: str, activations: str) -> None:
+    """In a text, and in a chat as it streams."""
+    limit = 3 if emulated(device) else 8
+    with lily.Engine.load(CALM, device=device, activations=activations) as engine:
+        text = engine.generate("Once", max_tokens=limit)
+        answer = engine.chat("Why?", thinking=False, max_tokens=limit, temperature=0)
+        for params in ({"top_k": 1, "temperature": 1.5}, {"top_p": 0.0, "temperature": 1.5}):
+            assert engine.generate("Once", max_tokens=limit, **params) == text
+            stream = engine.stream_chat("Why?", thinking=False, max_tokens=limit, **params)
+            assert tuple(token.id for token in stream) == stream.completion.tokens == answer.tokens
+
+
+@pytest.mark.parametrize("other", [name for name in DEVICES if name != "cpu"])
 def test_equal_seeds_give_equal_text_on_every_device(other: str) -> None:
     require_device(other)
     texts = []
@@ -150,5 +180,7 @@ def test_equal_seeds_give_equal_text_on_every_device(other: str) -> None:
             plain = engine.chat("Why?", thinking=False, seed=4, max_tokens=6)
             form = {"type": "regex", "regex": "[a-z]{4}"}
             held = engine.generate("Once", temperature=1.0, seed=5, response_format=form)
-            texts.append((warm, plain, held))
+            stream = engine.stream_chat("Why?", seed=6, stop="e", max_tokens=6, logprobs=True)
+            pieces = [(token.id, token.text, token.kind) for token in stream]
+            texts.append((warm, plain, held, pieces, stream.completion.finish_reason))
     assert texts[0] == texts[1]

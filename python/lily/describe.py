@@ -10,7 +10,7 @@ from lily.engine import core_tables
 from lily.hub import fetch, is_hub_id
 from lily.model_config import ModelConfig, read_config
 from lily.safetensors_header import read_json_object
-from lily.sampling import checkpoint_defaults
+from lily.sampling import SamplingParams, checkpoint_defaults, plain_defaults
 from lily.tokenizer import Tokenizer
 
 _BLOCK = 256  # tokens of one KV block
@@ -29,11 +29,9 @@ def describe(model: str, revision: str | None, activations: str = "bfloat16") ->
     else:
         lines += ["", *_undownloaded(folder)]
     advice = checkpoint_defaults(folder)
-    lines += [
-        "",
-        f"chats draw with temperature {advice.temperature:g}, top_p {advice.top_p:g}, "
-        f"top_k {advice.top_k}",
-    ]
+    lines += ["", f"chats draw with {_drawing(advice)}"]
+    if (plain := plain_defaults(advice)) != advice:
+        lines.append(f"without thinking with {_drawing(plain)}")
     return "\n".join(lines)
 
 
@@ -49,6 +47,10 @@ def size(count: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _drawing(advice: SamplingParams) -> str:
+    return f"temperature {advice.temperature:g}, top_p {advice.top_p:g}, top_k {advice.top_k}"
 
 
 def _what(config: ModelConfig) -> list[str]:

@@ -20,7 +20,14 @@ from lily.hub import DEFAULT_MODEL, fetch
 from lily.parser import OutputParser
 from lily.pool import SessionPool
 from lily.results import Completion, Token
-from lily.sampling import Sampling, SamplingParams, checkpoint_defaults, resolve, whole
+from lily.sampling import (
+    Sampling,
+    SamplingParams,
+    checkpoint_defaults,
+    plain_defaults,
+    resolve,
+    whole,
+)
 from lily.stream import Progress, Request, Stream
 from lily.template import ChatTemplate
 from lily.tokenizer import Tokenizer
@@ -45,7 +52,8 @@ class Engine:
     are kept, so that a prompt that begins as an earlier one did is not read again.
 
     tokenizer: the checkpoint's. defaults: the options that its generation_config.json advises;
-    chats begin with them, raw texts with SamplingParams(), which is greedy.
+    chats begin with them, chats without thinking with plain_defaults (see lily.sampling), raw texts
+    with SamplingParams(), which is greedy.
 
     >>> import lily
     >>> with lily.Engine.load("tests/data/mlx4_calm", device="cpu") as engine:
@@ -65,6 +73,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.plan = loaded
         self.defaults = checkpoint_defaults(folder)
+        self.plain_defaults = plain_defaults(self.defaults)
 
     @classmethod
     def load(
@@ -214,7 +223,8 @@ class Engine:
 
         messages: OpenAI's form, or a text as the only user message. tools: OpenAI's form.
         thinking: whether the answer begins with reasoning. preserve_thinking: whether reasoning
-        of earlier turns stays in the prompt. The options begin with `defaults`.
+        of earlier turns stays in the prompt. The options begin with `defaults`, those of chats
+        without thinking with `plain_defaults`.
         Raises ValueError, which names the message, tool or option that is wrong.
 
         >>> import lily
@@ -254,7 +264,7 @@ class Engine:
         >>> {token.kind for token in engine.stream_chat("Why?", max_tokens=8)}
         {'reasoning'}
         """
-        options = resolve(params, overrides, self.defaults)
+        options = resolve(params, overrides, self.defaults if thinking else self.plain_defaults)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if tools and checked_format(options.response_format) is not None:

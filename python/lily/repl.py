@@ -78,10 +78,11 @@ class Talk:
 
     def _set(self, rest: str) -> str:
         name, _, text = rest.partition(" ")
+        defaults = _values(self.engine.defaults if self.thinking else self.engine.plain_defaults)
         if not name:
-            params = lily.SamplingParams(**{**_values(self.engine.defaults), **self.options})
+            params = lily.SamplingParams(**{**defaults, **self.options})
             return "\n".join(f"{key} = {value!r}" for key, value in _values(params).items())
-        if name not in _values(self.engine.defaults):
+        if name not in defaults:
             raise ValueError(f"{name} is no option; /set shows them")
         options = {key: value for key, value in self.options.items() if key != name}
         if text != "default":
@@ -93,7 +94,7 @@ class Talk:
             if isinstance(options.get("logit_bias"), dict):  # JSON's keys are strings
                 bias = options["logit_bias"].items()
                 options["logit_bias"] = {int(token): value for token, value in bias}
-            lily.SamplingParams(**{**_values(self.engine.defaults), **options})
+            lily.SamplingParams(**{**defaults, **options})
         except TypeError as error:
             raise ValueError(str(error)) from None
         self.options = options

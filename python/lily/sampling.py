@@ -154,6 +154,23 @@ def checkpoint_defaults(folder: Path) -> SamplingParams:
         raise CheckpointError(f"{file.name}: {error}") from None
 
 
+def plain_defaults(advised: SamplingParams) -> SamplingParams:
+    """The options of chats without thinking.
+
+    The family's checkpoints hold the advice for thinking; for plain answers its model card has a
+    cooler one. Any other advice is somebody's own and holds for both. Nothing here penalises: what
+    helps a plain answer against repetition spoils reasoning, code and JSON.
+
+    >>> plain_defaults(SamplingParams(temperature=1.0, top_p=0.95, top_k=20)).temperature
+    0.7
+    >>> plain_defaults(SamplingParams(temperature=0.9)).temperature
+    0.9
+    """
+    if advised == SamplingParams(temperature=1.0, top_p=0.95, top_k=20):
+        return replace(advised, temperature=0.7, top_p=0.8)
+    return advised
+
+
 def whole(name: str, value: object, low: int, high: int) -> None:
     """Refuses what is no integer from low to high."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -1,6 +1,7 @@
 // cpu_sample.cpp: twins of scoring and sampling. What decides which token is drawn rounds exactly
 // as in the kernels: the same explicit fma, the same integer sums.
 #include <algorithm>
+#include <bit>
 
 #include "cpu_matrix.h"
 
@@ -157,59 +158,90 @@ inline uint64_t part_of(float share, uint64_t total) {
 }
 // Tokens up to this one in rank stay.
 inline bool is_kept(const Token& last, float v, uint32_t id) {
-  return v > last.value || (v == last.value && id <= last.id);
+  return (v > last.value) | ((v == last.value) & (id <= last.id));
 }
 inline uint32_t bin_of(float v, float top) {
   const float distance = (top - v) * 32.0f;
   return uint32_t(distance < 1023.0f ? distance : 1023.0f);
 }
-// The last token that stays when those before it may have less than `target` together, tokens or
-// mass: by bins of distance from the best; the bin where the limit falls is sorted.
-Token keep_first(const float* adjusted, uint32_t vocab, float top, const Token& kept, bool by_mass,
-                 uint64_t target) {
+// The last token that stays: of the first `top_k`, or (0) of those before which less than `top_p` of
+// the mass lies. By bins of distance from the best; the bin where the limit falls is sorted. Bins and
+// masses are computed for whole parts of a row, kept or not, which vectorises.
+constexpr uint32_t kPart = 64;  // tokens; divides kBlock
+Token keep_first(const float* adjusted, uint32_t vocab, float top, const Token& kept,
+                 uint32_t top_k, float top_p) {
   uint64_t sums[1024] = {};
   uint32_t counts[1024] = {};
-  for (uint32_t i = 0; i < vocab; ++i) {
-    const float v = adjusted[i];
-    if (!is_kept(kept, v, i)) continue;
-    const uint32_t bin = bin_of(v, top);
-    ++counts[bin];
-    sums[bin] += by_mass ? fixed_mass(relative(v, top)) : 1;
+  for (uint32_t begin = 0; begin < vocab; begin += kPart) {
+    const float* v = adjusted + begin;
+    const uint32_t n = std::min(kPart, vocab - begin);
+    uint32_t any = 0, bins[kPart];
+    float shares[kPart];
+    for (uint32_t i = 0; i < n; ++i) any |= v[i] >= kept.value;
+    if (!any) continue;
+    for (uint32_t i = 0; i < n; ++i) bins[i] = bin_of(v[i], top);
+    if (top_k == 0) {
+      for (uint32_t i = 0; i < n; ++i) shares[i] = relative(v[i], top);
+    }
+    for (uint32_t i = 0; i < n; ++i) {  // no branch: whether a token is kept cannot be foreseen
+      const uint32_t in = is_kept(kept, v[i], begin + i);
+      counts[bins[i]] += in;
+      sums[bins[i]] += in * (top_k == 0 ? fixed_mass(shares[i]) : 1);
+    }
   }
-  uint64_t before = 0;
+  uint64_t target = top_k, before = 0;
+  if (top_k == 0) {
+    uint64_t total = 0;
+    for (uint64_t sum : sums) total += sum;
+    target = std::max<uint64_t>(1, top_p > 0.0f ? part_of(top_p, total) : 0);
+  }
   uint32_t bin = 0;
   while (before + sums[bin] < target) before += sums[bin++];
   static_assert(sizeof(Token) == 2 * sizeof(float), "tokens lie in scratch floats");
   Token* near = reinterpret_cast<Token*>(scratch(0, 2 * size_t(counts[bin])));
-  uint32_t n = 0;
-  for (uint32_t i = 0; i < vocab; ++i) {
-    if (is_kept(kept, adjusted[i], i) && bin_of(adjusted[i], top) == bin) {
-      near[n++] = {adjusted[i], i};
+  uint32_t count = 0;
+  for (uint32_t begin = 0; begin < vocab; begin += kPart) {
+    const float* v = adjusted + begin;
+    const uint32_t n = std::min(kPart, vocab - begin);
+    uint32_t any = 0;
+    for (uint32_t i = 0; i < n; ++i) any |= (v[i] >= kept.value) & (bin_of(v[i], top) == bin);
+    if (!any) continue;
+    for (uint32_t i = 0; i < n; ++i) {
+      if (is_kept(kept, v[i], begin + i) && bin_of(v[i], top) == bin) {
+        near[count++] = {v[i], begin + i};
+      }
     }
   }
-  std::sort(near, near + n);
+  std::sort(near, near + count);
   uint32_t last = 0;
-  for (uint32_t i = 0; i < n && before < target; ++i) {
+  for (uint32_t i = 0; i < count && before < target; ++i) {
     last = i;
-    before += by_mass ? fixed_mass(relative(near[i].value, top)) : 1;
+    before += top_k == 0 ? fixed_mass(relative(near[i].value, top)) : 1;
   }
   return near[last];
 }
 
 // ---- randomness, see sample.metal ----
-struct Words {
-  uint32_t w[4];
-};
-inline Words philox(uint32_t k0, uint32_t k1, uint32_t block, uint32_t position) {
-  Words c = {{block, position, 0, 0}};
+// The random words of kPart tokens from 4 * block on, four of each block of the counter.
+void philox(uint32_t k0, uint32_t k1, uint32_t block, uint32_t position, uint32_t* words) {
+  constexpr uint32_t kBlocks = kPart / 4;
+  uint32_t c[4][kBlocks] = {};
+  for (uint32_t i = 0; i < kBlocks; ++i) {
+    c[0][i] = block + i;
+    c[1][i] = position;
+  }
   for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t(0xd2511f53u) * c.w[0], b = uint64_t(0xcd9e8d57u) * c.w[2];
-    c = {{uint32_t(b >> 32) ^ c.w[1] ^ k0, uint32_t(b), uint32_t(a >> 32) ^ c.w[3] ^ k1,
-          uint32_t(a)}};
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+      const uint64_t a = uint64_t(0xd2511f53u) * c[0][i], b = uint64_t(0xcd9e8d57u) * c[2][i];
+      c[0][i] = uint32_t(b >> 32) ^ c[1][i] ^ k0;
+      c[1][i] = uint32_t(b);
+      c[2][i] = uint32_t(a >> 32) ^ c[3][i] ^ k1;
+      c[3][i] = uint32_t(a);
+    }
     k0 += 0x9e3779b9u;
     k1 += 0xbb67ae85u;
   }
-  return c;
+  for (uint32_t i = 0; i < kPart; ++i) words[i] = c[i % 4][i / 4];
 }
 inline float gumbel(uint32_t word) {
   const uint32_t n = word >> 8;
@@ -219,21 +251,19 @@ inline float gumbel(uint32_t word) {
 }
 // -log(-log(u)) lies between these, whatever the word.
 constexpr float kGumbelMin = -2.9f, kGumbelMax = 17.4f;
+// Never less than gumbel(word), and cheap: with k leading ones u < 1 - 2^-(k + 1), and
+// -log(-log(u)) < -log(1 - u) <= (k + 1) log(2). All of 24 ones: 25 log(2).
+inline float gumbel_bound(uint32_t word) {
+  return 0.694f * float(std::min(std::countl_one(word), 24) + 1);
+}
 
 uint32_t draw(const TwinCall& call, const float* adjusted, const Stats* stats, uint32_t vocab,
               float top, uint32_t allowed, const SlotSampling& s, uint32_t position) {
   Token kept = {-kMaxFloat, 0xffffffffu};
   if (s.top_k > 0 && s.top_k < allowed) {
-    kept = keep_first(adjusted, vocab, top, kept, false, s.top_k);
+    kept = keep_first(adjusted, vocab, top, kept, s.top_k, 0.0f);
   }
-  if (s.top_p < 1.0f) {
-    uint64_t total = 0;
-    for (uint32_t i = 0; i < vocab; ++i) {
-      if (is_kept(kept, adjusted[i], i)) total += fixed_mass(relative(adjusted[i], top));
-    }
-    const uint64_t part = s.top_p > 0.0f ? part_of(s.top_p, total) : 0;
-    kept = keep_first(adjusted, vocab, top, kept, true, part > 0 ? part : 1);
-  }
+  if (s.top_p < 1.0f) kept = keep_first(adjusted, vocab, top, kept, 0, s.top_p);
   const float least = s.min_p < 1.0f ? s.min_p : 1.0f;  // the best token always stays
   // Lower values cannot win: the best token's score is at least top + kGumbelMin.
   const float floor = top + (kGumbelMin - kGumbelMax);
@@ -244,18 +274,20 @@ uint32_t draw(const TwinCall& call, const float* adjusted, const Stats* stats, u
     best = {-INFINITY, 0xffffffffu};
     if (stats[b].max < kept.value || stats[b].max < floor) return;
     const uint32_t end = std::min(vocab, uint32_t(b + 1) * kBlock);
-    for (uint32_t i = uint32_t(b) * kBlock; i < end; i += 4) {
-      bool any = false;
-      for (uint32_t j = i; j < std::min(i + 4, end); ++j) {
-        any = any || (adjusted[j] >= floor && is_kept(kept, adjusted[j], j));
-      }
+    for (uint32_t begin = uint32_t(b) * kBlock; begin < end; begin += kPart) {
+      const float* v = adjusted + begin;
+      const uint32_t n = std::min(kPart, end - begin);
+      uint32_t any = 0, words[kPart];
+      for (uint32_t i = 0; i < n; ++i) any |= (v[i] >= floor) & (v[i] >= kept.value);
       if (!any) continue;
-      const Words words = philox(s.seed_low, s.seed_high, i / 4, position);
-      for (uint32_t j = i; j < std::min(i + 4, end); ++j) {
-        const float v = adjusted[j];
-        if (v < floor || !is_kept(kept, v, j) || relative(v, top) < least) continue;
-        const float score = v + gumbel(words.w[j - i]);
-        if (score > best.value) best = {score, j};
+      philox(s.seed_low, s.seed_high, begin / 4, position, words);
+      for (uint32_t i = 0; i < n; ++i) {
+        // No branches but this one, which is rarely taken: most tokens cannot win any more.
+        const bool may_win = v[i] + gumbel_bound(words[i]) > best.value;
+        if (!(may_win & (v[i] >= floor) & is_kept(kept, v[i], begin + i))) continue;
+        if (relative(v[i], top) < least) continue;
+        const float score = v[i] + gumbel(words[i]);
+        if (score > best.value) best = {score, begin + i};
       }
     }
   });

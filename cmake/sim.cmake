@@ -55,6 +55,8 @@ target_compile_definitions(lily_core PRIVATE LILY_HAS_SIM)
 # sanitizer: fibers leave their stacks without returning.
 set_source_files_properties(src/cpp/sim_shadow.cpp src/cpp/sim_scheduler.cpp PROPERTIES
   COMPILE_OPTIONS "-O3;-ffp-contract=off;-fno-sanitize=all;${sim_host_options}")
-if(LILY_SANITIZE STREQUAL "thread")
+if(LILY_SANITIZE STREQUAL "thread")  # it would count the frames of fibers as one thread's
   set_source_files_properties(src/cpp/sim_shadow.cpp PROPERTIES COMPILE_DEFINITIONS LILY_SIM_OWN_HOOKS)
+  set_property(SOURCE src/cpp/sim_shadow.cpp src/cpp/sim_scheduler.cpp APPEND PROPERTY
+    COMPILE_OPTIONS -mllvm -tsan-instrument-func-entry-exit=0)
 endif()

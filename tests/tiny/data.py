@@ -430,7 +430,7 @@ def recall(rng: random.Random, tokens: int | None = None, queries: int | None = 
         size += 3 + (4 if numbers else 2) + (3 if names else 1) + (0 if key in _KNOWN else 3)
     lines = [line.format(k=k, v=v) for k, v in pairs.items()]
     text = head + "\n" + "\n".join(lines)
-    asked = rng.sample(list(pairs), min(len(pairs), queries or rng.randint(2, 14)))
+    asked = rng.sample(list(pairs), min(len(pairs), queries or rng.randint(4, 18)))
     thinking = rng.random() < 0.3
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.25:
@@ -702,26 +702,17 @@ def tools(rng: random.Random) -> Sample:
 
 # ---- the mixture --------------------------------------------------------------------------------
 
-MIXTURE: list[tuple[Callable[[random.Random], Sample], float]] = [
-    (story, 19),
-    (reading, 6),
-    (talk, 5),
-    (arithmetic, 28),
-    (comparing, 2),
-    (counting, 6),
-    (copying, 14),
-    (sorting, 8),
-    (recall, 9),
-    (facts, 14),
-    (as_json, 6),
-    (tools, 22),
+TASKS: list[Callable[[random.Random], Sample]] = [
+    *(story, reading, talk, arithmetic, comparing, counting, copying, sorting, recall, facts),
+    *(as_json, tools),
 ]
+SHARES = (9, 5, 3, 30, 2, 6, 24, 10, 10, 9, 6, 24)
+TOKENIZER_SHARES = (19, 6, 5, 28, 2, 6, 14, 8, 9, 14, 6, 22)  # of the text that its words are from
 
 
-def draw(rng: random.Random, held: bool) -> Sample:
+def draw(rng: random.Random, held: bool, shares: tuple[int, ...] = SHARES) -> Sample:
     """A sample of the mixture, of the training or the held-out split."""
-    make = rng.choices([m for m, _ in MIXTURE], [share for _, share in MIXTURE])[0]
-    return draw_of(make, rng, held)
+    return draw_of(rng.choices(TASKS, shares)[0], rng, held)
 
 
 def draw_of(make: Callable[[random.Random], Sample], rng: random.Random, held: bool) -> Sample:

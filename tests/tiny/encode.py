@@ -24,8 +24,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 import data
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = ROOT / "tests" / "data" / "chat_template.jinja"
-TOKENIZER = Path(__file__).resolve().parent / "tokenizer.json"
+PACKAGED = ROOT / "python" / "lily" / "model"
+TEMPLATE, TOKENIZER = PACKAGED / "chat_template.jinja", PACKAGED / "tokenizer.json"
 # As the family splits text: words with the character before them, single digits, runs of signs.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
@@ -190,7 +190,7 @@ def train_tokenizer(file: Path, samples: int = 60_000) -> None:
 
     def texts() -> Any:
         for _ in range(samples):
-            sample = data.draw(rng, held=False)
+            sample = data.draw(rng, False, data.TOKENIZER_SHARES)
             for message in sample.messages:
                 yield message["content"]
                 yield message.get("reasoning_content", "")

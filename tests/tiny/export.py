@@ -180,8 +180,9 @@ def write(parameters: model.Parameters, folder: Path, bits: int | None) -> None:
             "unk_token": None,
         },
     )
-    shutil.copy(encode.TOKENIZER, folder / "tokenizer.json")
-    shutil.copy(encode.TEMPLATE, folder / "chat_template.jinja")
+    for file in (encode.TOKENIZER, encode.TEMPLATE):  # which the package's own folder has
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder / file.name)
 
 
 def main() -> None:

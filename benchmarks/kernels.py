@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from lily import _core
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from kernel_harness import CONST, linear, make_step, params
+from kernel_harness import CONST, STRUCTS, linear, make_step, params
 
 # Qwen3.6-35B-A3B
 HIDDEN, VOCAB, EPS = 2048, 248320, 1e-6
@@ -64,7 +64,6 @@ class Case:
     unbound: bool = False
     context: int = 0  # tokens in the cache
     rows: int = 1
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def weight_bytes(n: int, k: int, bits: int = 4) -> int:
@@ -282,6 +281,57 @@ def decode_cases(rows: int, context: int) -> Iterator[Case]:
         ],
         slots * weight_bytes(HIDDEN, WIDTH),
     )
+
+
+def sample_cases(rows: int) -> Iterator[Case]:
+    blocks = -(-VOCAB // 1024)
+    common = [
+        Arg("f32", rows * VOCAB),
+        Arg("f32", rows * VOCAB, scale=0.5),
+        Arg("f32", rows * blocks * 8, values=block_stats(rows * blocks)),
+    ]
+    sizes = {"rows": rows, "vocab": VOCAB, "token_limit": VOCAB - 243}
+    yield Case(
+        "sample_scan",
+        "sample_scan",
+        params("sample_scan", **sizes),
+        common,
+        2 * 4 * rows * VOCAB,
+    )
+    entry = 4 + 2 * CONST["LILY_MAX_LOGPROBS"]
+    yield Case(
+        "sample_draw, greedy",
+        "sample_draw",
+        params("sample_draw", ring=4, **sizes),
+        [*common, Arg("u32", rows * 4 * entry)],
+        rows * blocks * 32,
+    )
+    p = params("embed", w=linear(VOCAB, HIDDEN), rows=rows)
+    ids = np.arange(rows, dtype=np.uint32)
+    args = [*matrix(VOCAB, HIDDEN, own=False), Arg("u32", rows, values=ids)]
+    args += [Arg("act", rows * HIDDEN), Arg("f32", rows)]
+    yield Case("embed", "embed", p, args, rows * weight_bytes(1, HIDDEN))
+
+
+def with_counts(state: np.ndarray, rows: int) -> np.ndarray:
+    """Step of one slot that samples greedily, with the counts of tokens that follow it."""
+    step = STRUCTS["Step"].from_buffer_copy(state.tobytes())
+    step.counts_offset = state.size
+    step.prompt_counts_offset = state.size + 4 * VOCAB
+    step.sampling[0].repetition = step.sampling[0].top_p = 1
+    head = np.frombuffer(bytes(step), np.uint8)
+    return np.concatenate([head, np.zeros(8 * VOCAB, np.uint8)])
+
+
+def block_stats(blocks: int) -> np.ndarray:
+    """What sample_scan leaves: finite maxima, ids inside the block, every token allowed."""
+    stats = np.zeros((blocks, 8), np.float32)
+    stats[:, [0, 3]] = np.random.default_rng(7).standard_normal((blocks, 1)).astype(np.float32)
+    stats[:, 1] = 300
+    ids = np.arange(blocks, dtype=np.uint32) * 1024
+    for column, value in ((2, ids), (4, ids), (5, 1024), (7, 1)):
+        stats[:, column] = np.full(blocks, value, np.uint32).view(np.float32)
+    return stats.reshape(-1)
 
 
 def prefill_cases(rows: int) -> Iterator[Case]:
@@ -556,6 +606,8 @@ class Bench:
             state = make_step(
                 rows, [0] * rows, [case.context + r for r in range(rows)], [1] * rows, pages
             )
+            if case.op.startswith("sample"):
+                state = with_counts(state, rows)
             buffer = self.core.buffer(state.size, "step")
             buffer.write(0, state[: state.size // 4 * 4])
             step = [(buffer, 0, state.size // 4, "u32")]
@@ -588,6 +640,7 @@ def main() -> None:
     print(f"{'case':24} {'rows':>5} {'us':>9} {'GB/s':>7} {'copy':>5} {'TFLOP/s':>8} {'rate':>5}")
     contexts = [int(c) for c in a.context.split(",")]
     cases = [c for c in decode_cases(a.rows, contexts[0]) if a.rows]
+    cases += [c for c in sample_cases(a.rows) if a.rows]
     for context in contexts[1:]:
         cases += [c for c in decode_cases(a.rows, context) if c.context]
     for rows in (int(r) for r in a.prefill.split(",")):

@@ -669,7 +669,14 @@ class MetalDevice final : public Device {
       return;
     }
     buffer.label = ns(concat(program.list.label, ": ", text(part.label)));
-    encode(buffer, program, part);
+    id<MTLComputeCommandEncoder> encoder =
+        [buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent];
+    if (!encoder) {
+      tickets_->fail(flight->ticket, concat(program.list.label, ": Metal gives no encoder"));
+      return;
+    }
+    encoder.label = buffer.label;
+    encode(encoder, program, part);
     // Copies: a block keeps the variables it names, and these are members or references.
     const std::shared_ptr<Gpu> gpu = gpu_;
     const std::shared_ptr<Tickets> tickets = tickets_;
@@ -684,10 +691,7 @@ class MetalDevice final : public Device {
     [buffer commit];
   }
 
-  void encode(id<MTLCommandBuffer> buffer, const MetalProgram& program, const Part& part) {
-    id<MTLComputeCommandEncoder> encoder =
-        [buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent];
-    encoder.label = buffer.label;
+  void encode(id<MTLComputeCommandEncoder> encoder, const MetalProgram& program, const Part& part) {
     if (fenced_) [encoder waitForFence:gpu_->fence];
     if (!part.reached.empty()) {
       [encoder useResources:part.reached.data()
@@ -751,22 +755,21 @@ DeviceRef make_metal(bool exact, std::string& why) {
         return nullptr;
       }
       // A program without graphics has no default device unless it links Core Graphics.
-      id<MTLDevice> device = MTLCreateSystemDefaultDevice();
+      id<MTLDevice> found = MTLCreateSystemDefaultDevice();
       NSArray<id<MTLDevice>>* all = MTLCopyAllDevices();
-      if (!device && all.count > 0) device
-        = all[0];
-      if (!device) {
+      if (!found && all.count > 0) found = all[0];
+      if (!found) {
         why = "Metal finds no GPU (a session without one, or a virtual machine)";
         return nullptr;
       }
-      const std::string name = text(device.name);
-      if (![device supportsFamily:MTLGPUFamilyApple7]) {
+      const std::string name = text(found.name);
+      if (![found supportsFamily:MTLGPUFamilyApple7]) {
         why = concat(name, " is no GPU of family Apple7 (M1) or later, which lily needs");
         return nullptr;
       }
       return host_device<MetalDevice>(
-          std::make_shared<Gpu>(device), exact,
-          concat(name, ", ", system, ", ", gib(device.recommendedMaxWorkingSetSize), " of ",
+          std::make_shared<Gpu>(found), exact,
+          concat(name, ", ", system, ", ", gib(found.recommendedMaxWorkingSetSize), " of ",
                  gib(info.physicalMemory), " for the GPU"));
     });
   } catch (const DeviceError& e) {

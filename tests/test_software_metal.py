@@ -77,7 +77,7 @@ BROKEN = {
     "buffer_released_before_commit": ("use after release", "before command buffer 'late'"),
     "pipeline_released": ("use after release", "pipeline 'copy_words' was released while 1"),
     "address_released": ("kernel fault", "out of bounds"),
-    "no_pool": ("autorelease pool", "commandBuffer was called with no pool in place"),
+    "no_pool": ("autorelease pool", "was called with no pool in place"),
 }
 # Broken when the command buffer is on its way already, or no command buffer is concerned.
 NOT_IN_ERROR = {

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 import lily
-from lily import terminal
+from lily import selftest, terminal
 from lily.describe import describe
+from lily.engine import DEVICES
 from lily.repl import Talk, talk
 
 app = typer.Typer(
@@ -162,6 +163,29 @@ def devices() -> None:
     """Lists the devices and why one is missing."""
     for status in lily.devices():
         print(f"{status.name:6} {'yes' if status.available else 'no':4} {status.description}")
+
+
+@app.command("selftest")
+def check_device(
+    device: Device = "auto",
+    to: Annotated[
+        Path | None, typer.Option("--json", help="File that the report goes to, too.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer tokens, small buffers; sim is always quick.")
+    ] = False,
+) -> None:
+    """Tests a device: every kernel, a small model, speeds; prints a report to send us."""
+    if device not in ("auto", *DEVICES):
+        raise ValueError(f"device is {device!r}, allowed {['auto', *DEVICES]}")
+    with terminal.working() as show:
+        report = selftest.run(device, show, quick)
+    print(report.text())
+    if to is not None:
+        to.write_text(report.text() + "\n")
+    terminal.verdict(report.passed, [failure["check"] for failure in report.failures])
+    if report.failures:
+        raise typer.Exit(1)
 
 
 def _given(**values: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rich.console
+import rich.markup
 import rich.progress
 
 import lily
@@ -112,6 +113,30 @@ def reading_bar() -> Iterator[Progress]:
     finally:
         if bars:
             bars.pop().stop()
+
+
+@contextmanager
+def working() -> Iterator[Callable[[str], None]]:
+    """Says in a line what is being done, when somebody is looking."""
+    console = _console()
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status("") as status:
+        yield lambda what: status.update(rich.markup.escape(what))
+
+
+def verdict(passed: int, failed: list[str]) -> None:
+    """The end of a self test, for a person at a terminal."""
+    console = _console()
+    if not console.is_terminal:
+        return
+    if not failed:
+        console.print(f"[green]all {passed} checks passed[/]")
+        return
+    console.print(f"[red]{len(failed)} of {passed + len(failed)} checks failed:[/]")
+    for name in failed:
+        console.out(f"  {name}", highlight=False)
 
 
 @contextmanager

@@ -43,14 +43,14 @@ foreach(name objc_runtime objc_blocks)
 endforeach()
 # clang's checks with gcc's runtime, which run.py names: zig has none that a library can be loaded
 # with. What that lacks of the newer names is here.
-if(LILY_SANITIZE STREQUAL "thread")
+if(LILY_SANITIZE)
   add_custom_command(
-    OUTPUT "${metal_dir}/tsan_names.o"
-    COMMAND ${Python_EXECUTABLE} -m ziglang cc -fPIC -O1 -fno-builtin -c "${metal_tests}/tsan_names.c"
-            -o "${metal_dir}/tsan_names.o"
-    DEPENDS "${metal_tests}/tsan_names.c"
+    OUTPUT "${metal_dir}/sanitizer_names.o"
+    COMMAND ${Python_EXECUTABLE} -m ziglang cc -fPIC -O1 -fno-builtin -DFOR_${LILY_SANITIZE} -c "${metal_tests}/sanitizer_names.c"
+            -o "${metal_dir}/sanitizer_names.o"
+    DEPENDS "${metal_tests}/sanitizer_names.c"
     VERBATIM)
-  list(APPEND metal_c_objects "${metal_dir}/tsan_names.o")
+  list(APPEND metal_c_objects "${metal_dir}/sanitizer_names.o")
 endif()
 set_source_files_properties(${metal_c_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
 

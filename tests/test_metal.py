@@ -511,7 +511,8 @@ def test_a_compile_error_carries_the_compiler_s_text(
 ) -> None:
     monkeypatch.setenv("SOFTWARE_METAL_MACOS", macos)
     copies = Copies(64, 2, 4)
-    software.inject("compile")
+    for _ in _core.metal_files():
+        software.inject("compile")
     with pytest.raises(
         _core.DeviceError,
         match=rf"metal: \w+\.metal does not compile as MSL {language}: .*MTLLibraryErrorDomain",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -181,6 +183,23 @@ def test_a_kernel_that_does_not_compile_is_reported_with_the_compilers_text(
     assert all(text in f["error"] and len(f["error"]) <= 4000 for f in report.failures)
     assert len(made) == 3 + len(report.failures)  # after a fault the device is made anew
     assert report.values["model"]["cpu exact"]["same_tokens"]
+
+
+def test_on_metal_a_file_that_does_not_compile_fails_its_own_kernels_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_device("metal")
+    folder = shutil.copytree(make_selftest.h.ROOT / "src/metal", tmp_path / "metal")
+    with (folder / "deltanet.metal").open("a") as file:
+        file.write("kernel void half_a_kernel(\n")
+    monkeypatch.setenv("LILY_METAL_SOURCE", str(folder))
+    report = report_of("metal")
+    kernels = {name.split()[1] for name in failed(report) if "model on metal" not in name}
+    assert kernels == {name for op, name in _core.variants() if op.startswith(("delta", "gated"))}
+    assert len(report.failures) == 2 * len(kernels) + 2  # and no model runs
+    said = r"metal: deltanet\.metal does not compile as MSL \d\.\d: .*error"
+    assert all(re.search(said, failure["error"]) for failure in report.failures)
+    assert report.values["model"]["cpu exact"]["same_tokens"] and report.values["level_us"] > 0
 
 
 def test_a_write_past_an_output_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

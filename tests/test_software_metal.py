@@ -329,7 +329,8 @@ def test_kernels_that_cannot_be_made(
     monkeypatch.setenv("LILY_CACHE", str(tmp_path))
     before = _objects(metal)
     core = fresh_engine(CALM, "metal", True, 512)
-    metal.inject(fault)
+    for _ in _core.metal_files() if fault == "compile" else "p":
+        metal.inject(fault)
     with pytest.raises(lily.DeviceError, match=words):
         _drawn(core, 1)
     assert len(_drawn(core, 1)) == 1  # asked for again, they are there

@@ -197,7 +197,8 @@ std::shared_ptr<MetalBuffer> make_buffer(const std::shared_ptr<Gpu>& gpu, size_t
 // ---- pipelines ---------------------------------------------------------------------------------
 
 // The kernels of one mode: all libraries at the first call, a pipeline when a program needs it. What
-// the GPU's compiler made is kept in an archive in the user's cache; what that lacks is made anew.
+// the GPU's compiler made is kept in an archive in the user's cache; what that lacks is made anew. A
+// file that does not compile fails the programs that need a kernel of it, and no others.
 class Pipelines {
  public:
   Pipelines(std::shared_ptr<Gpu> gpu, bool exact) : gpu_(std::move(gpu)), exact_(exact) {}
@@ -217,7 +218,8 @@ class Pipelines {
     in_parallel(builds, [this](Build& b) { build(b); });
     bool grown = false;
     for (Build& b : builds) {
-      check<DeviceError>(b.pipeline != nil, "metal: pipeline ", b.name, ": ", b.error);
+      if (!b.pipeline && !broken_.empty()) libraries_.clear();  // compiled anew when asked again
+      check<DeviceError>(b.pipeline != nil, b.error);
       wanted[b.variant] = built_[b.variant] = b.pipeline;
       if (b.missed && archive_) {
         grown |= [archive_ addComputePipelineFunctionsWithDescriptor:b.descriptor error:nil];
@@ -292,9 +294,14 @@ class Pipelines {
       if (!l.library) l.error = reason(error);
     });
     std::map<std::string, id<MTLLibrary>> by_kernel;
+    broken_.clear();
     for (const Library& l : libraries) {
-      check<DeviceError>(l.library != nil, "metal: ", l.file, ".metal does not compile as MSL ",
-                         version >> 16, ".", version & 0xffff, ": ", l.error);
+      if (!l.library) {
+        broken_ +=
+            concat(broken_.empty() ? "metal: " : "\n", l.file, ".metal does not compile as MSL ",
+                   version >> 16, ".", version & 0xffff, ": ", l.error);
+        continue;
+      }
       NSArray<NSString*>* names = l.library.functionNames;
       for (NSUInteger i = 0; i < names.count; ++i) by_kernel[text(names[i])] = l.library;
     }
@@ -334,7 +341,8 @@ class Pipelines {
   void build(Build& b) {
     const auto library = libraries_.find(b.name);
     if (library == libraries_.end()) {
-      b.error = "no kernel file defines it";
+      b.error = broken_.empty() ? concat("metal: pipeline ", b.name, ": no kernel file defines it")
+                                : concat(broken_, "\n(wanted: ", b.name, ")");
       return;
     }
     b.descriptor = [[MTLComputePipelineDescriptor alloc] init];
@@ -356,13 +364,14 @@ class Pipelines {
                                                              options:MTLPipelineOptionNone
                                                           reflection:nil
                                                                error:&error];
-    if (!b.pipeline) b.error = reason(error);
+    if (!b.pipeline) b.error = concat("metal: pipeline ", b.name, ": ", reason(error));
   }
 
   const std::shared_ptr<Gpu> gpu_;
   const bool exact_;
   std::mutex mutex_;                                 // guards all below
   std::map<std::string, id<MTLLibrary>> libraries_;  // by kernel
+  std::string broken_;                               // what the compiler said of the others
   std::map<uint16_t, id<MTLComputePipelineState>> built_;
   id<MTLBinaryArchive> archive_ = nil;
   std::string path_;

@@ -264,7 +264,7 @@ def test_report_72_unknown_and_wrong_options() -> None:
     for arguments, message in (
         (["chat", *MODEL, "--temprature", "1"], "--temprature"),
         (["chat", *MODEL, "--top-p", "2"], "top_p is 2.0, allowed 0 to 1"),
-        (["info"], "model"),
+        (["generate", "--device", "cpu"], "text"),
         (["info", "./none"], "no such folder"),
         (["info", str(CALM), "--revision", "main"], "is a folder, not a hub id"),
     ):

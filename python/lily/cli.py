@@ -13,6 +13,7 @@ import lily
 from lily import selftest, terminal
 from lily.describe import describe
 from lily.engine import DEVICES
+from lily.hub import PACKAGED_MODEL
 from lily.repl import Talk, talk
 
 app = typer.Typer(
@@ -22,8 +23,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+PACKAGED = str(PACKAGED_MODEL)
 Model = Annotated[
-    str, typer.Option(envvar="LILY_MODEL", help="Folder of the checkpoint, or a hub id.")
+    str,
+    typer.Option(
+        envvar="LILY_MODEL",
+        show_default="the small one of the package",
+        help="Folder of a checkpoint, or a hub id.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, metal, cuda, cpu or sim.")]
 Activations = Annotated[str, typer.Option(help="bfloat16, or float32: exact.")]
@@ -63,7 +70,7 @@ def options(
 @app.command()
 def generate(
     text: Annotated[str, typer.Argument(help="The text to go on with; - reads it from stdin.")],
-    model: Model,
+    model: Model = PACKAGED,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -110,7 +117,7 @@ def generate(
 
 @app.command()
 def chat(
-    model: Model,
+    model: Model = PACKAGED,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     think: Annotated[bool, typer.Option(help="Reason before the answer.")] = True,
     tools: Annotated[Path | None, typer.Option(help="File of tools, as JSON.")] = None,
@@ -150,7 +157,13 @@ def chat(
 
 @app.command()
 def info(
-    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or a hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            show_default="the small one of the package",
+            help="Folder of a checkpoint, or a hub id.",
+        ),
+    ] = PACKAGED,
     revision: Revision = None,
     activations: Activations = "bfloat16",
 ) -> None:

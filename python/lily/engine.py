@@ -16,7 +16,7 @@ from lily.asynchronous import finish, follow
 from lily.checkpoint import LoadPlan, TensorEntry, plan, read_checkpoint
 from lily.errors import LilyError
 from lily.grammar import Grammar, GrammarTokens, checked_format
-from lily.hub import DEFAULT_MODEL, fetch
+from lily.hub import PACKAGED_MODEL, fetch
 from lily.parser import OutputParser
 from lily.pool import SessionPool
 from lily.results import Completion, Token
@@ -78,7 +78,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str | os.PathLike[str] | None = None,
+        model: str | os.PathLike[str] = PACKAGED_MODEL,
         *,
         device: str = "auto",
         activations: str = "bfloat16",
@@ -88,13 +88,14 @@ class Engine:
     ) -> Engine:
         """Loads a checkpoint: config.json, tokenizer.json, chat template, safetensors.
 
-        model: a folder, or a hub id such as "mlx-community/Qwen3.6-35B-A3B-4bit" (the default),
-        which is taken from the hub's cache or downloaded; see lily.hub.fetch. revision: of a hub
-        id. device: "metal", "cuda", "cpu" or "sim"; "auto" is the first of these that exists
-        here, never sim. activations: "bfloat16", or "float32" for exact mode. max_context: tokens
-        of one session; None takes the model's own maximum, or as much of it as the device's
-        memory holds. progress: called with (bytes done, bytes in all) of the download, if there
-        is one, and then of the loading, this from the calling thread.
+        model: a folder, or a hub id such as "mlx-community/Qwen3.6-35B-A3B-4bit", which is taken
+        from the hub's cache or downloaded, see lily.hub.fetch; by default the small model of the
+        package, which tells stories. revision: of a hub id. device: "metal", "cuda", "cpu" or
+        "sim"; "auto" is the first of these that exists here, never sim. activations: "bfloat16",
+        or "float32" for exact mode. max_context: tokens of one session; None takes the model's own
+        maximum, or as much of it as the device's memory holds. progress: called with (bytes done,
+        bytes in all) of the download, if there is one, and then of the loading, this from the
+        calling thread.
 
         Raises CheckpointError (what is wrong with the files), LilyError (no such device here, too
         little memory, no such model), ValueError (an argument out of its range).
@@ -103,7 +104,6 @@ class Engine:
             raise ValueError(f"activations is {activations!r}, allowed {list(_ACTIVATIONS)}")
         if device != "auto" and device not in DEVICES:
             raise ValueError(f"device is {device!r}, allowed {['auto', *DEVICES]}")
-        model = DEFAULT_MODEL if model is None else model
         folder = fetch(model, revision=revision, progress=progress)
         loaded = plan(read_checkpoint(folder))
         if max_context is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from lily.errors import CheckpointError, LilyError
 from lily.safetensors_header import read_json_object
 
-DEFAULT_MODEL = "mlx-community/Qwen3.6-35B-A3B-4bit"
+PACKAGED_MODEL = Path(__file__).parent / "model"  # what runs when none is named
 
 # What a checkpoint of this family consists of; nothing else is downloaded.
 SETTINGS = ("*.json", "*.jinja")

@@ -43,7 +43,7 @@ def answer(engine: lily.Engine, sample: data.Sample) -> lily.Completion:
 
 
 def calls(done: lily.Completion) -> list[Any]:
-    return [(c.name, json.loads(c.arguments)) for c in done.tool_calls]
+    return [(c.name, c.arguments) for c in done.tool_calls]
 
 
 def is_right(sample: data.Sample, done: lily.Completion) -> bool:

@@ -149,8 +149,8 @@ struct Gpu {
   void proceed(const NodeRef& node);
   void inherit(const NodeRef& node);  // what is over when those before it are
   void finish(const NodeRef& node);
-  void fail(const CommandBufferRef& buffer, long code, const std::string& text);
-  void complete(const CommandBufferRef& buffer);
+  void fail(CommandBufferRef buffer, long code, const std::string& text);
+  void complete(CommandBufferRef buffer);
   void signal(const EventRef& event, uint64_t value, Past past);
   void forget_old();
   void observe_past(const Past& past);
@@ -488,7 +488,7 @@ void Gpu::signal(const EventRef& event, uint64_t value, Past past) {
 }
 
 // What was encoded behind the fault does not run; events stay unsignalled, fences let pass.
-void Gpu::fail(const CommandBufferRef& buffer, long code, const std::string& text) {
+void Gpu::fail(CommandBufferRef buffer, long code, const std::string& text) {
   if (buffer->over) return;
   buffer->error = code;
   buffer->error_text = text;
@@ -503,7 +503,7 @@ void Gpu::fail(const CommandBufferRef& buffer, long code, const std::string& tex
   for (const NodeRef& n : buffer->nodes) finish(n);
 }
 
-void Gpu::complete(const CommandBufferRef& buffer) {
+void Gpu::complete(CommandBufferRef buffer) {
   buffer->over = true;
   buffer->end = now();
   if (!buffer->started) buffer->start = buffer->end;

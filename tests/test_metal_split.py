@@ -81,6 +81,35 @@ def test_attention_costs_the_keys_that_its_rows_see(core: _core.Kernels) -> None
         assert got == pytest.approx(4 * rows * heads * dim * (position + rows / 2) / FLOPS)
 
 
+def test_a_decode_step_costs_the_keys_and_values_it_reads(core: _core.Kernels) -> None:
+    heads, kv_heads, dim, splits = 16, 2, CONST["LILY_HEAD_DIM"], 64
+    stride = 2 * heads * dim + 2 * kv_heads * dim
+    p = params(
+        "attn_step",
+        rows=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        rotary=64,
+        proj_stride=stride,
+        k_offset=2 * heads * dim,
+        v_offset=2 * heads * dim + kv_heads * dim,
+        layer=0,
+        splits=splits,
+        eps=1e-6,
+        scale=1.0,
+    )
+    partial = heads * splits * CONST["LILY_PARTIAL"]
+    sizes = [(stride, "bf16"), (dim, "f32"), (dim, "f32"), (32, "f32"), (partial, "f32")]
+    views = [(core.buffer(4 * n, f"argument {i}"), 0, n, t) for i, (n, t) in enumerate(sizes)]
+    raw = np.frombuffer(bytes(p), np.uint8)
+    step, kv = core.buffer(1 << 16, "step"), core.buffer(1 << 20, "pages")
+    one = ("attn_step", raw, views, [(step, 0, 1 << 14, "u32")], [(kv, 0, 1 << 18, "u32")])
+    _, (seconds,) = core.command_buffers([one])
+    read = 2 * splits * CONST["LILY_SPLIT"] * kv_heads * dim * 2
+    bound = sum(n * (2 if t == "bf16" else 4) for n, t in sizes)
+    assert seconds == pytest.approx((read + bound) / BYTES_PER_SECOND)
+
+
 def test_a_buffer_ends_before_the_launch_that_would_exceed_the_limit(core: _core.Kernels) -> None:
     one = matmul(core, 4096)
     _, (seconds,) = core.command_buffers([one])

@@ -53,7 +53,7 @@ double flops(const CommandList& list, const Launch& l) {
     }
     case Op::attn_step: {
       const auto p = params_of<AttnStep>(list, l);
-      return p.rows * attend(p.heads, double(p.splits) * LILY_KV_BLOCK);
+      return p.rows * attend(p.heads, double(p.splits) * LILY_SPLIT);
     }
     case Op::matmul: {
       const auto p = params_of<Matmul>(list, l);
@@ -93,7 +93,7 @@ double predicted_seconds(const CommandList& list, const Launch& launch) {
   // attn_step all keys and values before it; in flash many rows share them, arithmetic decides.
   if (variants()[launch.variant].op == Op::attn_step) {
     const auto p = params_of<AttnStep>(list, launch);
-    bytes += 2.0 * p.rows * p.splits * LILY_KV_BLOCK * p.kv_heads * LILY_HEAD_DIM *
+    bytes += 2.0 * p.rows * p.splits * LILY_SPLIT * p.kv_heads * LILY_HEAD_DIM *
              double(dtype_size(launch.args[0].tensor.dtype));
   }
   return std::max(bytes / kBytesPerSecond, flops(list, launch) / kFlopsPerSecond);

@@ -223,6 +223,7 @@ def outcome(folder: Path) -> str:
     """What the tests say of the package in `folder`; empty when all of them pass."""
     where = os.pathsep.join([str(folder), str(ROOT / "tests")])
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--timeout", "40"]
+    command += ["--timeout-method", "thread"]  # the main thread may hang in C++
     environment = os.environ | {"PYTHONPATH": where, "LILY_REQUIRE": "metal", "COLUMNS": "200"}
     try:
         done = subprocess.run(
@@ -234,6 +235,8 @@ def outcome(folder: Path) -> str:
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
+        return "hangs"
+    if "+ Timeout +" in done.stdout + done.stderr:
         return "hangs"
     if done.returncode < 0:
         return f"ends with signal {-done.returncode}"

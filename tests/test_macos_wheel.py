@@ -103,7 +103,8 @@ def test_name_and_contents(wheel: Wheel) -> None:
     tag = {"cp311": "cp311-cp311", "abi3": "cp312-abi3"}[wheel.kind] + "-macosx_14_0_arm64"
     suffix = {"cp311": ".cpython-311-darwin.so", "abi3": ".abi3.so"}[wheel.kind]
     assert wheel.path.name.endswith(f"-{tag}.whl")
-    package = {f"lily/{p.name}" for p in (ROOT / "python/lily").iterdir() if p.is_file()}
+    ours = [p for p in (ROOT / "python/lily").rglob("*") if p.is_file() and p.suffix != ".pyc"]
+    package = {str(p.relative_to(ROOT / "python")) for p in ours}
     with zipfile.ZipFile(wheel.path) as files:
         names = {name for name in files.namelist() if not name.endswith("/")}
         info = {name for name in names if ".dist-info/" in name}

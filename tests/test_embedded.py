@@ -1,0 +1,114 @@
+"""The packaged model: its goldens on every device, its form, what the command says with it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import make_goldens
+
+import lily
+from kernel_harness import emulated
+from lily.hub import PACKAGED_MODEL
+from test_cli import Terminal
+from text_harness import WEATHER
+
+GOLDENS: list[dict[str, Any]] = json.loads(make_goldens.GOLDENS.read_text())
+
+
+@functools.cache
+def engine(device: str, activations: str = "float32") -> lily.Engine:
+    return lily.Engine.load(device=device, activations=activations)
+
+
+def length(golden: dict[str, Any]) -> int:
+    """Roughly the work: characters that are read, and tokens written, one by one."""
+    read = len(golden.get("prompt", "")) + len(json.dumps(golden.get("messages", [])))
+    return read + len(json.dumps(golden.get("tools", []))) + 20 * len(golden["answer"]["tokens"])
+
+
+# ---- answers ------------------------------------------------------------------------------------
+
+
+def test_goldens_are_of_every_task() -> None:
+    assert len(GOLDENS) == 30
+    assert {g["task"] for g in GOLDENS} == set(make_goldens.COUNTS)
+    assert any(g.get("thinking") and len(g["messages"]) > 3 for g in GOLDENS)
+    assert max(len(str(g.get("messages"))) for g in GOLDENS) > 1900  # some 1,000 tokens
+    assert sum(len(g["answer"]["calls"]) for g in GOLDENS) >= 3
+
+
+def test_greedy_answers_are_the_goldens(device: str) -> None:
+    """In exact mode, token by token."""
+    # The emulator takes seconds for a short question: the two shortest there.
+    chosen = sorted(GOLDENS, key=length)[:2] if emulated(device) else GOLDENS
+    for golden in chosen:
+        done = make_goldens.ask(engine(device), golden)
+        assert make_goldens.as_json(done) == golden["answer"], golden["task"]
+
+
+def test_bf16_says_the_same() -> None:
+    """Nearly: of thirty answers all but two at most are those of exact mode."""
+    same = [
+        make_goldens.as_json(make_goldens.ask(engine("cpu", "bfloat16"), g)) == g["answer"]
+        for g in GOLDENS
+    ]
+    assert sum(same) >= len(GOLDENS) - 2
+
+
+# ---- as a product -------------------------------------------------------------------------------
+
+
+def test_it_is_small_and_like_any_checkpoint() -> None:
+    files = {path.name: path.stat().st_size for path in PACKAGED_MODEL.iterdir()}
+    assert sum(files.values()) <= 12_000_000
+    assert [n for n in sorted(files) if n.endswith(".safetensors")] == [
+        "model.safetensors",
+        "mtp.safetensors",
+    ]
+    config = engine("cpu").plan.config
+    assert config.layers == 8 and config.vocab == 4096
+    assert (config.hidden, config.experts, config.top_k) == (256, 16, 4)
+
+
+def test_the_first_command_tells_a_story(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from lily.cli import main; main()", "generate", "--device", "cpu", "Tell me a story about a fox."],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert " fox" in done.stdout and 60 < len(done.stdout.split()) < 300
+    assert done.stdout.rstrip()[-1] in '.!"'
+
+
+def test_a_talk_remembers_and_calls_a_tool(tmp_path: Path) -> None:
+    """Turn three asks for what turn one told; then a tool of a file, as `lily chat` shows it."""
+    (tmp_path / "tools.json").write_text(json.dumps([WEATHER]))
+    talk = Terminal("chat", "--device", "cpu", "--seed", "1", home=tmp_path)
+    try:
+        talk.prompt()
+        for line in ("My name is Nora and I live in Oslo.", "What is the capital of France?"):
+            talk.type(line + "\n")
+            talk.wait_for(r"answer: \d+ tokens.* stop")
+        talk.type("Where do I live?\n")
+        assert "You live in Oslo." in talk.wait_for(r"answer: \d+ tokens.* stop")
+        talk.type(f"/reset\n/tools {tmp_path}/tools.json\n")
+        talk.wait_for("1 tools")
+        talk.type("What is the weather in Lima?\n")
+        call = re.search(r"weather\((\{.*\})\)", talk.wait_for("result of weather> "))
+        assert call
+        jsonschema.validate(json.loads(call[1]), WEATHER["function"]["parameters"])
+        assert json.loads(call[1])["place"] == "Lima"
+        talk.type('{"temperature": 21, "sky": "sunny"}\n')
+        answer = talk.wait_for(r"answer: \d+ tokens.* stop")
+        assert "sunny" in answer and "21" in answer
+        talk.type("/exit\n")
+        assert talk.leave() == 0
+    finally:
+        talk.close()

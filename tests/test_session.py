@@ -152,9 +152,10 @@ def test_cancel_in_a_prefill_leaves_a_valid_prefix(device: str) -> None:
     start = time.monotonic()
     try:
         session.sync(ids)
-        assert device == "cuda", "the prefill ended before it was cancelled"
+        assert device in ("cuda", "metal"), "the prefill ended before it was cancelled"
     except _core.Cancelled:
-        assert time.monotonic() - start < 10
+        # A command buffer on its way ends first, which emulated takes long.
+        assert time.monotonic() - start < 10 or (device == "metal" and emulated(device))
     timer.join()
     position = session.position
     assert np.array_equal(session.tokens, ids[:position])

@@ -32,21 +32,34 @@ Model = Annotated[
         help="Folder of a checkpoint, or a hub id.",
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, metal, cuda, cpu or sim.")]
-Activations = Annotated[str, typer.Option(help="bfloat16, or float32: exact.")]
-MaxContext = Annotated[int | None, typer.Option(help="Tokens of one session at most.")]
+Device = Annotated[
+    str, typer.Option(help="auto (the first of metal, cuda, cpu that is here) or a name.")
+]
+Activations = Annotated[str, typer.Option(help="bfloat16, or float32: exact, slower.")]
+MaxContext = Annotated[
+    int | None, typer.Option(help="Tokens of prompt and answer; less takes less memory.")
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 MaxTokens = Annotated[
     int | None, typer.Option(help="New tokens at most; without it, to the model's end.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(help="Of the likeliest, this much in all.")]
-TopK = Annotated[int | None, typer.Option(help="This many of the likeliest.")]
-MinP = Annotated[float | None, typer.Option(help="At least this part of the likeliest.")]
-Presence = Annotated[float | None, typer.Option(help="Against tokens used before.")]
-Repetition = Annotated[float | None, typer.Option(help="Against tokens seen before.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Ends the answer; may come again.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0: the likeliest token; 1: as the model has it.")
+]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest with this share in all.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many of the likeliest; 0: all.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Leave out what has less than this part of the best.")
+]
+Presence = Annotated[
+    float | None, typer.Option(help="Against tokens of the answer, once; -2 to 2.")
+]
+Frequency = Annotated[float | None, typer.Option(help="Against tokens of the answer, per use.")]
+Repetition = Annotated[float | None, typer.Option(help="Against tokens of all text; 1: off.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
+]
 Schema = Annotated[
     Path | None, typer.Option(help="File of a JSON schema that the answer has to match.")
 ]
@@ -61,7 +74,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Runs Qwen3.6-35B-A3B and its family on this machine."""
@@ -77,6 +91,7 @@ def generate(
     top_k: TopK = None,
     min_p: MinP = None,
     presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
     repetition_penalty: Repetition = None,
     seed: Seed = None,
     stop: Stop = None,
@@ -96,6 +111,7 @@ def generate(
             top_k=top_k,
             min_p=min_p,
             presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
             seed=seed,
             stop=stop,
@@ -127,6 +143,7 @@ def chat(
     top_k: TopK = None,
     min_p: MinP = None,
     presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
     repetition_penalty: Repetition = None,
     seed: Seed = None,
     stop: Stop = None,
@@ -136,7 +153,10 @@ def chat(
     max_context: MaxContext = None,
     revision: Revision = None,
 ) -> None:
-    """A talk in the terminal; /help lists its commands. Piped input is one message."""
+    """A talk in the terminal; /help lists its commands. Piped input is one message.
+
+    Options that are not given are those that the model advises.
+    """
     given = _given(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -144,6 +164,7 @@ def chat(
         top_k=top_k,
         min_p=min_p,
         presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
         seed=seed,
         stop=stop,

@@ -150,7 +150,6 @@ BUGS = (
     Bug("no memory is not noticed", "  if (!buffer) return nullptr;\n"),
     Bug("the host does not see shared memory", "      if (memory == Memory::shared) buffer->host = buffer->contents;\n"),
     Bug("addresses of buffers, not of tensors", "gpuAddress + t.offset", "gpuAddress"),
-    Bug("poison is not laid", "      if (poison_) std::memset(buffer->contents, 0xff, bytes);\n"),
 )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 METAL = ROOT / "src/metal"
+SHARED = METAL / "matvec.h"
+INCLUDED = f'#include "{SHARED.name}"\n'
 SURVIVORS = Path(__file__).with_name("mutation_survivors.md")
 MUTANTS, KILLED = 3, 0.95  # an op; the share that must be
 DEADLINE = 120  # seconds; a mutant that takes longer, and four times as long as the original, hangs
@@ -273,6 +275,21 @@ def source_of(op: str) -> Path:
     return next(p for p in METAL.glob("*.metal") if f"\nLILY_VARIANTS_{op}(" in p.read_text())
 
 
+def text_of(op: str) -> str:
+    """The op's file; the arithmetic that it shares with others, matvec.h, in the include's place."""
+    return source_of(op).read_text().replace(INCLUDED, SHARED.read_text())
+
+
+def place(op: str, text: str, at: int) -> tuple[str, int]:
+    """File and line of a position in that text."""
+    file, shared, line = source_of(op), SHARED.read_text(), text.count("\n", 0, at) + 1
+    first = file.read_text().find(INCLUDED)
+    if first < 0 or at < first:
+        return file.name, line
+    before, lines = text.count("\n", 0, first), shared.count("\n")
+    return (SHARED.name, line - before) if line <= before + lines else (file.name, line - lines + 1)
+
+
 def compiled(text: str, op: str, folder: Path, exact: bool) -> Path | None:
     """The object of the op's kernels alone; None when the text does not compile."""
     others = rf"^LILY_VARIANTS_(?!{op}\()\w+\(\w+\)"
@@ -354,8 +371,7 @@ def in_line(text: str, at: int, end: int) -> tuple[int, int]:
 def drawn(op: str, seed: int, count: int, folder: Path) -> Iterator[tuple[Mutant, str]]:
     """Mutants of one op and their texts, of different operators while there are any; those that
     do not compile or whose objects equal the original's are drawn again."""
-    path = source_of(op)
-    text = path.read_text()
+    text = text_of(op)
     code = plain(text)
     sites = {name: [c for part in parts_of(op, code, text) for c in find(code, part)]
              for name, find in OPERATORS.items()}  # fmt: skip
@@ -380,8 +396,7 @@ def drawn(op: str, seed: int, count: int, folder: Path) -> Iterator[tuple[Mutant
             rest = len(text) - stop
             lines = (text[begin:stop], changed[begin : len(changed) - rest])
             before, now = (re.sub(r"//.*|[\s\\]+", " ", s).strip() for s in lines)
-            line = text.count("\n", 0, start) + 1
-            yield Mutant(op, path.name, line, name, before, now), changed
+            yield Mutant(op, *place(op, text, start), name, before, now), changed
             found += 1
             order.append(name)
             break
@@ -393,7 +408,7 @@ def mutants_of(op: str, seed: int, count: int = MUTANTS) -> list[Mutant]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.monotonic()
-        failed = killer(op, library(source_of(op).read_text(), op, folder), 600)
+        failed = killer(op, library(text_of(op), op, folder), 600)
         assert not failed, f"{op}: the original text fails {failed}"
         deadline = max(DEADLINE, 4 * (time.monotonic() - start))
         for mutant, text in drawn(op, seed, count, folder):

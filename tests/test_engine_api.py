@@ -453,7 +453,6 @@ def test_cli_devices_and_version() -> None:
         (["generate", "--model", str(CALM), "--seed", "-1", "x"], 2, "seed is -1"),
         (["generate", "--model", str(CALM), "--device", "cpu", ""], 2, "prompt has 0 tokens"),
         (["generate", "--model", str(CALM)], 2, "text"),
-        (["generate", "x"], 2, "--model"),
         (["generate", "--modle", str(CALM), "x"], 2, "--modle"),
         (["generat"], 2, "generat"),
     ],

@@ -24,10 +24,14 @@ def test_every_op_is_mutated() -> None:
     """Each op has tests to be run, and text of every kind that its kernel holds is found."""
     assert set(mutate.TESTS) == set(PARAMS)
     for op in mutate.TESTS:
-        text = mutate.source_of(op).read_text()
+        text = mutate.text_of(op)
         code = mutate.plain(text)
         assert len(code) == len(text)
         parts = mutate.parts_of(op, code, text)
+        assert mutate.place(op, text, 0) == (mutate.source_of(op).name, 1)
+        at = text.index(f"\nLILY_VARIANTS_{op}(") + 1
+        file, line = mutate.place(op, text, at)
+        assert (mutate.METAL / file).read_text().split("\n")[line - 1].startswith("LILY_VARIANTS_")
         sites = [c for find in mutate.OPERATORS.values() for p in parts for c in find(code, p)]
         assert len(sites) > mutate.MUTANTS
         assert all(start < end and code[start:end] != after for start, end, after in sites)
@@ -35,8 +39,8 @@ def test_every_op_is_mutated() -> None:
 
 def test_a_dropped_bias_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an ordinary case of project, which the original passes in the same way."""
-    text = mutate.source_of("project").read_text()
-    scaled = "fma(sb.x, d[r][j], sb.y * x_sum[r])"
+    text = mutate.text_of("project")
+    scaled = "fma(sb.x, d[r][j], sb.y * xs[r * x_stride].sum[lane])"
     assert text.count(scaled) == 1
     monkeypatch.setenv("LILY_SIM_KERNELS", str(mutate.library(text, "project", tmp_path)))
     test_linear.test_project_k(Kernels("sim", True), 192)

@@ -1,5 +1,6 @@
 // attention.metal: gated attention over paged KV: attn_step, attn_combine, attn_out (decode),
 // qkv_rope, flash (prefill).
+#include "matvec.h"
 #include "tile.h"
 
 #define KV_HEAD ((ulong)LILY_KV_BLOCK * LILY_HEAD_DIM)  // values of one KV head in a block

@@ -1,6 +1,6 @@
 // deltanet.metal: gated DeltaNet: the decode step and its output projection; for prefill the
 // convolution, the chunked (WY) delta rule and the output gate.
-#include "util.h"
+#include "matvec.h"
 
 // ---- common -------------------------------------------------------------------------------------
 static inline float dot4(float4 a, float4 b, float sum) {

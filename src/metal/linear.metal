@@ -1,5 +1,6 @@
 // linear.metal: dense projections: project (decode, norm folded in), matmul and expert_matmul
 // (prefill).
+#include "matvec.h"
 #include "tile.h"
 
 // ---- project ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // moe.metal: the mixture of experts: the router's choice, both halves of the experts (decode),
 // grouping of rows by expert and the weighted sum (prefill).
-#include "util.h"
+#include "matvec.h"
 
 // ---- the router's choice ------------------------------------------------------------------------
 // NaN counts as -inf, -0 as 0.

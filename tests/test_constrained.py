@@ -254,6 +254,13 @@ def test_report_100_what_cannot_be_served_is_refused(
         assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_a_grammar_that_grows_too_large_says_so(engine: lily.Engine) -> None:
+    """Later than at once, and without the library's state, which has the whole grammar in it."""
+    with pytest.raises(lily.LilyError) as refusal:
+        engine.generate("?", response_format={"type": "regex", "regex": "a{1000000}"}, max_tokens=8)
+    assert str(refusal.value) == "response_format: lexer error: too many expressions constructed"
+
+
 def test_a_schema_cannot_change_the_layout(engine: lily.Engine) -> None:
     schema = {"const": [1, 2], "x-guidance": {"whitespace_flexible": True, "lenient": True}}
     assert engine.generate("Once", response_format=form(schema)).text == "[1, 2]"

@@ -382,10 +382,10 @@ class Engine:
 
     def _prompt_ids(self, prompt: Prompt) -> NDArray[np.uint32]:
         ids: Sequence[int] | NDArray[np.integer]
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence | np.ndarray):
+            raise TypeError(f"prompt is a {type(prompt).__name__}, text or token ids are needed")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, bytes | bytearray):
-            raise TypeError("prompt is bytes, text or token ids are needed")
         else:
             ids = prompt
             for i, token in enumerate(ids):

@@ -76,7 +76,7 @@ class Grammar:
         self._tokens = tokens
         self._matcher = llguidance.LLMatcher(tokens.core, source, log_level=0)
         if self._matcher.is_error():
-            raise ValueError(_refusal(what, self._matcher.get_error()))
+            raise ValueError(_refusal(what, self._error()))
         if not self.mask().any():
             raise ValueError(_refusal(what, "no token can begin it"))
 
@@ -109,7 +109,11 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise LilyError(f"response_format: {self._matcher.get_error()}")
+            raise LilyError(f"response_format: {self._error()}")
+
+    def _error(self) -> str:
+        """What the library says is wrong, without its state and the grammar, which follow."""
+        return self._matcher.get_error().split("\n<state>")[0]
 
 
 def checked_format(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

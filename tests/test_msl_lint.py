@@ -38,7 +38,7 @@ def test_the_kernels_are_clean() -> None:
 def test_the_table_is_in_order() -> None:
     assert len(msl_lint.TABLE) == len(ROWS)
     for row in ROWS:
-        assert row.since <= min(msl_lint.VERSIONS), row
+        assert row.since <= min(msl_lint.VERSIONS) or row.since == msl_lint.TENSOR, row
         assert re.match(r"(MLX|llama\.cpp|SPIRV-Cross|Lily) \S+", row.shown_by), row
 
 
@@ -61,8 +61,8 @@ MISTAKES = {
     "no address space in a template": ("util", "load_codes32(device const uint* at", "load_codes32(const uint* at",
                                        r"at is a pointer or reference without an address space"),
     "no address space of a type parameter": (
-        "tile", "threadgroup const T* a, uint lda,\n                                threadgroup const T* b",
-        "threadgroup const T* a, uint lda,\n                                const T* b", r"b is a pointer .*without an address space"),
+        "tile", "threadgroup const T* b, uint ldb, uint k_count) {\n  simdgroup", "const T* b, uint ldb, uint k_count) {\n  simdgroup",
+        r"b is a pointer .*without an address space"),
     "reference without one": ("deltanet", "thread ConvPast& past", "ConvPast& past", r"past is a pointer or reference without"),
     "cast without one": ("norm", BODY, BODY + "  sum = *(float*)scratch;\n", r"cast"),
     "result without one": ("util", "static inline device act_t* kv_block", "static inline act_t* kv_block",
@@ -108,8 +108,10 @@ MISTAKES = {
     "matrix of another type": ("tile", "simdgroup_matrix<T, 8, 8> rb;", "simdgroup_float8x8 rb;", r"no matching function for call to 'simdgroup_load'"),
     "min of two types": ("norm", BODY, BODY + "  sum = float(min(p.k, 4));\n", r"call to 'min' is ambiguous"),
     "bfloat arithmetic": ("norm", BODY, BODY + "  sum = float(x[0] * x[1]);\n", r"invalid operands to binary expression"),
+    "tensor operation in the text of every Mac": (
+        "tile", "#if defined(LILY_TILE_TENSOR) ||", "#if 1 ||", r"tensor operations came with MSL 4.0|'metal_tensor' file not found"),
     "missing header": ("norm", '#include "util.h"', '#include "utils.h"', r"'utils.h' file not found"),
-    "other header": ("norm", BEFORE, "#include <metal_tensor>\n" + BEFORE, r"'metal_tensor' file not found"),
+    "other header": ("norm", BEFORE, "#include <metal_logging>\n" + BEFORE, r"'metal_logging' file not found"),
     "not ASCII": ("norm", "// One threadgroup", "// One \u00b5 threadgroup", r"not ASCII"),
 }  # fmt: skip
 USED_BY = {"util": "norm", "tile": "linear"}  # the file that is linted for a header's mistake
@@ -132,6 +134,26 @@ def test_mistakes_are_refused(name: str, tmp_path: Path) -> None:
     stem, before, after, says = MISTAKES[name]
     found = msl_lint.lint_file(changed(tmp_path, stem, before, after), False, versions=[310]).found
     assert any(re.search(says, f) for f in found), found
+
+
+# The same of the text with tensor operations.
+TENSOR_MISTAKES = {
+    "rows first": ("return uint(place[which]);", "return uint(place[which][0]);", r"subscripted value is not an array"),
+    "operand in another space": ("tensor<threadgroup T,", "tensor<device T,", r"no matching constructor"),
+    "const operand": ("(threadgroup T*)at", "at", r"no matching constructor"),
+    "no scope": ("matmul2d<descriptor, execution_simdgroup>", "matmul2d<descriptor, 32>", r"must be a type"),
+    "misspelt mode": ("mode::multiply_accumulate", "mode::accumulate", r"no member named 'accumulate'"),
+    "mask that is not there": ("c[i] = t.v[i];", "if (c.get_mask(i)) c[i] = t.v[i];", r"no member named 'get_mask'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TENSOR_MISTAKES)
+def test_mistakes_with_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    before, after, says = TENSOR_MISTAKES[name]
+    path = changed(tmp_path, "tile", before, after)
+    found = msl_lint.lint_file(path, False, versions=[msl_lint.TENSOR]).found
+    assert any(re.search(says, f) for f in found), found
+    assert not msl_lint.lint_file(path, False, versions=[310]).found
 
 
 def test_newer_names_behind_their_guard(tmp_path: Path) -> None:

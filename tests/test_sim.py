@@ -385,9 +385,9 @@ def test_tiles(seeded: Planted) -> None:
     product = x.astype(np.float64) @ x.T
     got = seeded.run("tile_product", x, 1024, threads=32).reshape(32, 32)
     np.testing.assert_allclose(got, product, atol=1e-4)
-    weights = np.exp(x.astype(np.float64) @ x)
+    scaled = (x.astype(np.float64) @ x) * np.arange(1, 33)[:, None]
     got = seeded.run("tile_rows", x, 1024, threads=32).reshape(32, 32)
-    np.testing.assert_allclose(got, weights / weights.sum(1, keepdims=True), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(got, scaled, atol=1e-3)
     # Nothing refuses a kernel that thinks it knows the layout, but no seed lets it be right.
     got = seeded.run("tile_assumed_layout", x, 1024, threads=32).reshape(32, 32)
     assert not np.allclose(got, product, atol=1e-2)

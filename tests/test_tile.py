@@ -149,9 +149,9 @@ def test_tiles(seeded: Planted) -> None:
     product = x.astype(np.float64) @ x.T
     got = seeded.run("tile_product", x, 1024, threads=32).reshape(32, 32)
     np.testing.assert_allclose(got, product, atol=1e-4)
-    weights = np.exp(x.astype(np.float64) @ x)
+    scaled = (x.astype(np.float64) @ x) * np.arange(1, 33)[:, None]
     got = seeded.run("tile_rows", x, 1024, threads=32).reshape(32, 32)
-    np.testing.assert_allclose(got, weights / weights.sum(1, keepdims=True), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(got, scaled, atol=1e-3)
     x = np.random.default_rng(6).standard_normal(2048).astype(np.float32)
     rough = h.from_bf16(h.bf16(x)).astype(np.float64)
     a, b, c = np.split(rough, [512, 1280])

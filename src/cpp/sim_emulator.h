@@ -60,7 +60,6 @@ struct Lane {
   const char* waits;  // the call it waits in; null when it has ended
   const void* site;   // where that call is
   float* tile;        // its part of a tile collective
-  float* rows;
 };
 
 // Operands of a tile collective, on which the lanes must agree.

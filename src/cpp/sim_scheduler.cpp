@@ -84,8 +84,6 @@ namespace {
 constexpr const char* kBarrier = "threadgroup_barrier";
 constexpr const char* kSimdBarrier = "simdgroup_barrier";
 constexpr const char* kTileProduct = "tile_mma";
-constexpr const char* kTileMax = "tile_row_max";
-constexpr const char* kTileSum = "tile_row_sum";
 constexpr const char* kMatrixLoad = "simdgroup_load";
 constexpr const char* kMatrixStore = "simdgroup_store";
 constexpr const char* kMatrixProduct = "simdgroup_multiply_accumulate";
@@ -487,25 +485,6 @@ void multiply(const TileCall& t) {
   }
 }
 
-void reduce_rows(const TileCall& t, bool is_max) {
-  Emulator& e = emulator;
-  const TileMap& map = tile_map(t.m, t.n);
-  const uint32_t size = t.m * t.n / kLanes;
-  e.tile_c.resize(size_t(t.m) * t.n);
-  e.tile_a.assign(t.m, is_max ? -INFINITY : 0.0f);
-  Lane* lanes = lanes_of_simd();
-  for (uint32_t i = 0; i < t.m * t.n; ++i) {
-    const uint32_t at = map.at[i];
-    e.tile_c[(at >> 16) * t.n + (at & 0xffff)] = lanes[i / size].tile[i % size];
-  }
-  for (uint32_t i = 0; i < t.m * t.n; ++i) {
-    float& row = e.tile_a[i / t.n];
-    row = is_max ? std::fmax(row, e.tile_c[i]) : row + e.tile_c[i];
-  }
-  for (uint32_t i = 0; i < t.m * t.n; ++i)
-    lanes[i / size].rows[i % size] = e.tile_a[map.at[i] >> 16];
-}
-
 // ---- 8 x 8 matrices -----------------------------------------------------------------------------
 constexpr uint32_t kMatrix = 8;
 using Matrix = std::array<std::array<float, kMatrix>, kMatrix>;
@@ -788,14 +767,11 @@ LILY_CALL void lily_sim_tile_mma(float* v, uint32_t m, uint32_t n, uint32_t k, c
   sim::multiply(call);
   sim::part();
 }
-LILY_CALL void lily_sim_tile_reduce(const float* v, uint32_t m, uint32_t n, int is_max,
-                                    float* out) {
-  emulator.lane->tile = const_cast<float*>(v);
-  emulator.lane->rows = out;
-  const sim::TileCall call = {m, n, 0, nullptr, nullptr, 0, 0, false, false};
-  if (!sim::meet(is_max ? sim::kTileMax : sim::kTileSum, LILY_SITE, &call)) return;
-  sim::reduce_rows(call, is_max != 0);
-  sim::part();
+LILY_CALL void lily_sim_tile_refuse(const char* why) {
+  Fault fault;
+  fault.kind = FaultKind::tile_refused;
+  fault.text = why;
+  sim::fail(fault);
 }
 LILY_CALL uint64_t lily_sim_matrix_load(const void* from, uint64_t ld, int transposed, int bytes) {
   sim::Simd& s = *emulator.simd;

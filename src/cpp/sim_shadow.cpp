@@ -494,6 +494,8 @@ std::string describe(const Fault& f) {
     case FaultKind::tile_operands:
       return concat(head, f.text, ": its lanes pass different operands than thread ",
                     f.other_thread);
+    case FaultKind::tile_refused:
+      return concat(head, "matmul2d: ", f.text);
     case FaultKind::tile_space:
       return concat(head, "tile: operand at ", where(f.at), " is ", f.text);
     case FaultKind::too_long:

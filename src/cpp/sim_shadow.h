@@ -120,6 +120,7 @@ enum class FaultKind : uint8_t {
   lane_index,
   tile_index,
   tile_operands,
+  tile_refused,
   tile_space,
   too_long
 };

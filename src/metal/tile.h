@@ -1,20 +1,87 @@
-// tile.h: the matrix tile of one simdgroup: Tile<M, N> accumulates in fp32; one interface, one
-// implementation per target. Operands lie in threadgroup memory, as act_t or float.
+// tile.h: the matrix tile of one simdgroup: Tile<M, N> accumulates in fp32; one interface over Metal
+// 4's tensor operations, simdgroup matrices and mma.sync. Operands lie in threadgroup memory, as act_t
+// or float.
 //
 //   tile_zero(t)                        tile_mma(t, A[M][lda], B[N][ldb], K)     t += A B^T
 //   tile_mma_nn(t, A[M][lda], B[K][ldb], K)   t += A B      (K a multiple of 16)
 //   t.v[i], 0 <= i < Tile::kSize: the lane's elements, at tile_row<M, N>(i, lane), tile_col<M, N>(i, lane)
 //   tile_slot<M, N>(i) < Tile::kSlots: which of the lane's rows element i is in
-//   tile_row_max / tile_row_sum(t, out[kSlots])   over the whole row, the same in all its lanes
 //   tile_scale_rows(t, factor[kSlots])  tile_store(t, T* threadgroup, ld, lane)
-// The (lane, i) -> (row, column) map is the target's own; sim draws it by seed. All calls are
+// The (lane, i) -> (row, column) map is the target's own; sim draws it by seed. Products are
 // collectives of the simdgroup. M is a multiple of 16, N of 8.
 #ifndef LILY_TILE_H
 #define LILY_TILE_H
 
 #include "util.h"
 
-#if defined(__METAL_VERSION__) || defined(LILY_TILE_SIMDGROUP)
+#if defined(LILY_TILE_TENSOR) || (defined(LILY_SIM) && !defined(LILY_TILE_SIMDGROUP))
+#if defined(__METAL_VERSION__) && __METAL_VERSION__ < 400
+#error "tensor operations came with MSL 4.0"
+#endif
+// clang-format off
+#include <metal_tensor>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>  // needs the former
+// clang-format on
+
+// The layout is the system's: asked for, never known. Every element is a slot of its own, so code that
+// assumes neighbours share rows fails here.
+template <uint M, uint N>
+struct Tile {
+  enum { kSize = M * N / 32, kSlots = M * N / 32 };
+  float v[M * N / 32];
+};
+template <typename T>
+using TileOperand = tensor<threadgroup T, dextents<int, 2>, tensor_inline>;
+// Extents are columns, rows: the contiguous one first.
+template <typename T>
+static inline TileOperand<T> tile_operand(threadgroup const T* at, uint columns, uint rows,
+                                          uint ld) {
+  return TileOperand<T>((threadgroup T*)at, dextents<int, 2>(int(columns), int(rows)),
+                        array<int, 2>({1, int(ld)}));
+}
+// op: t += A B^T or A B by one simdgroup, of fp32 or bf16 operands of any K, without rounding them.
+#define LILY_TILE_OP(TRANSPOSED)                                                                  \
+  constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(                               \
+      int(M), int(N), static_cast<int>(dynamic_extent), false, TRANSPOSED, false,                 \
+      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);                           \
+  mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> op;
+// which: 0 column, 1 row.
+template <uint M, uint N>
+static inline uint tile_place(uint i, uint which) {
+  LILY_TILE_OP(true)
+  auto c = op.template get_destination_cooperative_tensor<TileOperand<act_t>, TileOperand<act_t>,
+                                                          float>();
+  const auto place = c.get_multidimensional_index(ushort(i));
+  return uint(place[which]);
+}
+template <uint M, uint N>
+static inline uint tile_row(uint i, uint) {
+  return tile_place<M, N>(i, 1);
+}
+template <uint M, uint N>
+static inline uint tile_col(uint i, uint) {
+  return tile_place<M, N>(i, 0);
+}
+template <uint M, uint N>
+static inline constexpr uint tile_slot(uint i) {
+  return i;
+}
+template <bool TRANSPOSED, uint M, uint N, typename T>
+static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const T* a, uint lda,
+                                threadgroup const T* b, uint ldb, uint k) {
+  LILY_TILE_OP(TRANSPOSED)
+  auto left = tile_operand(a, k, M, lda);
+  auto right = tile_operand(b, TRANSPOSED ? k : N, TRANSPOSED ? N : k, ldb);
+  auto c = op.template get_destination_cooperative_tensor<TileOperand<T>, TileOperand<T>, float>();
+  UNROLL for (ushort i = 0; i < M * N / 32; ++i)
+    c[i] = t.v[i];
+  op.run(left, right, c);
+  UNROLL for (ushort i = 0; i < M * N / 32; ++i)
+    t.v[i] = c[i];
+}
+#undef LILY_TILE_OP
+
+#elif defined(__METAL_VERSION__) || defined(LILY_TILE_SIMDGROUP)
 
 // 8 x 8 pieces as simdgroup matrices, row by row. Of each a lane holds two neighbours of one row.
 // Apple does not document which; relied upon is what public kernels on all chips from M1 on rely on
@@ -37,7 +104,6 @@ template <uint M, uint N>
 static inline constexpr uint tile_slot(uint i) {
   return i / 2 / (N / 8);
 }
-#define LILY_TILE_MATES 8  // xor of the lanes of a row: 1 and this
 
 // bf16 operands stay 16 bits wide, the products are summed in fp32.
 template <bool TRANSPOSED, uint M, uint N, typename T>
@@ -154,82 +220,10 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a
     }
   }
 }
-#define LILY_TILE_MATES 2  // xor of the lanes of a row: 1 and this
-
-#elif defined(LILY_SIM)
-
-// Every element is a slot of its own: code that assumes neighbours share rows fails here.
-template <uint M, uint N>
-struct Tile {
-  enum { kSize = M * N / 32, kSlots = M * N / 32 };
-  float v[M * N / 32];
-};
-extern "C" {
-// Row << 16 | column of the lane's element i, a seeded bijection per (M, N).
-__attribute__((const)) uint lily_sim_tile_map(uint m, uint n, uint i, uint lane);
-// Collectives: the runtime computes the whole simdgroup's result when all lanes have arrived.
-// transposed: B is [N][ldb], else [K][ldb]; bf16: operand type.
-LILY_COLLECTIVE void lily_sim_tile_mma(float* v, uint m, uint n, uint k, const void* a, uint lda,
-                                       const void* b, uint ldb, int transposed, int bf16);
-LILY_COLLECTIVE void lily_sim_tile_reduce(const float* v, uint m, uint n, int is_max, float* out);
-}
-template <uint M, uint N>
-static inline uint tile_row(uint i, uint lane) {
-  return lily_sim_tile_map(M, N, i, lane) >> 16;
-}
-template <uint M, uint N>
-static inline uint tile_col(uint i, uint lane) {
-  return lily_sim_tile_map(M, N, i, lane) & 0xffffu;
-}
-template <uint M, uint N>
-static inline constexpr uint tile_slot(uint i) {
-  return i;
-}
-template <bool TRANSPOSED, uint M, uint N>
-static inline void tile_mma_any(Tile<M, N>& t, const bfloat* a, uint lda, const bfloat* b, uint ldb,
-                                uint k) {
-  lily_sim_tile_mma(t.v, M, N, k, a, lda, b, ldb, TRANSPOSED, 1);
-}
-template <bool TRANSPOSED, uint M, uint N>
-static inline void tile_mma_any(Tile<M, N>& t, const float* a, uint lda, const float* b, uint ldb,
-                                uint k) {
-  lily_sim_tile_mma(t.v, M, N, k, a, lda, b, ldb, TRANSPOSED, 0);
-}
-template <uint M, uint N>
-static inline void tile_row_max(const Tile<M, N>& t, float (&out)[M * N / 32]) {
-  lily_sim_tile_reduce(t.v, M, N, 1, out);
-}
-template <uint M, uint N>
-static inline void tile_row_sum(const Tile<M, N>& t, float (&out)[M * N / 32]) {
-  lily_sim_tile_reduce(t.v, M, N, 0, out);
-}
 
 #endif
 
 // ---- common to all targets ----------------------------------------------------------------------
-#ifdef LILY_TILE_MATES
-#define LILY_TILE_REDUCE(NAME, START, COMBINE)                                       \
-  template <uint M, uint N>                                                          \
-  static inline void NAME(thread const Tile<M, N>& t, thread float (&out)[M / 8]) {  \
-    UNROLL for (uint s = 0; s < M / 8; ++s) {                                        \
-      float a = START;                                                               \
-      UNROLL for (uint i = 0; i < M * N / 32; ++i) {                                 \
-        if (tile_slot<M, N>(i) == s) {                                               \
-          const float b = t.v[i];                                                    \
-          a = COMBINE;                                                               \
-        }                                                                            \
-      }                                                                              \
-      UNROLL for (uint j = 0; j < 2; ++j) {                                          \
-        const float b = simd_shuffle_xor(a, (ushort)(j == 0 ? 1 : LILY_TILE_MATES)); \
-        a = COMBINE;                                                                 \
-      }                                                                              \
-      out[s] = a;                                                                    \
-    }                                                                                \
-  }
-LILY_TILE_REDUCE(tile_row_max, -INFINITY, max(a, b))
-LILY_TILE_REDUCE(tile_row_sum, 0.0f, a + b)
-#undef LILY_TILE_REDUCE
-#endif
 template <uint M, uint N>
 static inline void tile_zero(thread Tile<M, N>& t) {
   UNROLL for (uint i = 0; i < M * N / 32; ++i)

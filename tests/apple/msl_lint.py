@@ -26,6 +26,9 @@ HERE = Path(__file__).resolve().parent
 METAL = HERE.parent.parent / "src/metal"
 STDLIB = HERE / "msl_stdlib"
 VERSIONS = (310, 400)  # what the host asks for, by macOS
+TENSOR = 400  # the version of the texts with tensor operations, of files that have a tile
+# Metal's too, but words that other things are called by as well.
+WORDS = {"mode", "run"}
 MEMORY_LIMIT = 32 * 1024  # bytes of threadgroup memory
 BUFFERS = 31  # arguments of a kernel
 
@@ -72,8 +75,9 @@ def preprocessed(text: str, version: int, *options: str) -> str:
     return done.stdout
 
 
-def apple_text(path: Path, version: int, exact: bool) -> str:
-    options = [f"-I{path.parent}", *(["-DLILY_EXACT=1"] if exact else [])]
+def apple_text(path: Path, version: int, exact: bool, tensor: bool = False) -> str:
+    options = [f"-I{path.parent}", *(["-DLILY_EXACT=1"] if exact else []),
+               *(["-DLILY_TILE_TENSOR=1"] if tensor else [])]  # fmt: skip
     return preprocessed(f'#include "{path.name}"\n', version, *options)
 
 
@@ -172,7 +176,8 @@ def read_tree(tree: str) -> Tree:
             if re.search(r"\bvirtual\b", node.rest.rsplit("'", 1)[-1]):
                 done.found.append(f"{node.where}: virtual {node.name}")
         elif node.kind in {"ParmVarDecl", "VarDecl", "FieldDecl", "TypedefDecl", "TypeAliasDecl"}:
-            if without_space(node.type):
+            # A pointer to a template's type has the space of that type.
+            if without_space(node.type) and not node.where.startswith("metal_stdlib:"):
                 done.found.append(f"{node.where}: {node.name or 'a parameter'} is a pointer or "
                                   "reference without an address space")  # fmt: skip
             if node.kind == "VarDecl" and re.match(r"__local [^*&]*$", node.type):
@@ -254,7 +259,9 @@ def declared() -> frozenset[str]:
     kinds = {"FunctionDecl", "TypedefDecl", "CXXRecordDecl", "EnumDecl", "EnumConstantDecl",
              "CXXMethodDecl", "NamespaceDecl"}  # fmt: skip
     names = {n.name for n in nodes(tree) if n.kind in kinds} | macros | {"half"}
-    return frozenset(n for n in names if n.isidentifier() and not n.lower().startswith("lily"))
+    return frozenset(
+        n for n in names - WORDS if n.isidentifier() and not n.lower().startswith("lily")
+    )
 
 
 def used_names(text: str) -> dict[str, int]:
@@ -372,10 +379,14 @@ def lint_file(
     raw = path.read_bytes()
     if not raw.isascii():
         report.found.append(f"{path.name}: not ASCII")
-    for version in versions:
-        mode = f"{path.stem} ({'exact' if exact else 'bf16'}, MSL {dotted(version)}): "
+    forms = [(version, False) for version in versions]
+    if has_tile(path) and TENSOR in versions:
+        forms.append((TENSOR, True))
+    for version, tensor in forms:
+        mode = f"{path.stem} ({'exact' if exact else 'bf16'}, MSL {dotted(version)}"
+        mode += ", tensors): " if tensor else "): "
         try:
-            text = apple_text(path, version, exact)
+            text = apple_text(path, version, exact, tensor)
             kernels = list(signatures(text))
         except Refused as refused:
             report.found.append(mode + str(refused).strip())
@@ -397,6 +408,10 @@ def lint_file(
                                  f"is {MEMORY_LIMIT}")  # fmt: skip
         report.found += [mode + says for says in found]
     return report
+
+
+def has_tile(path: Path) -> bool:
+    return b'#include "tile.h"' in path.read_bytes()
 
 
 def variants(metal: Path) -> set[str]:

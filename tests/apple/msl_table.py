@@ -24,7 +24,11 @@ INDEX, POSITION = ("uint", "ushort"), ("uint3",)
 
 ROWS = [
     Row("header", "<metal_stdlib>", 100, "MLX bf16.h"),
+    Row("header", "<metal_tensor>", 400, "Lily quant.metal"),
+    Row("header", "<MetalPerformancePrimitives/MetalPerformancePrimitives.h>", 400, "Lily quant.metal"),
     Row("namespace", "metal", 100, "MLX arg_reduce.metal"),
+    Row("namespace", "mpp", 400, "MLX steel/gemm/nax.h"),
+    Row("namespace", "tensor_ops", 400, "MLX steel/gemm/nax.h"),
     # ---- qualifiers and attributes ----
     Row("qualifier", "kernel", 100, "llama.cpp argsort.metal"),
     Row("qualifier", "device", 100, "llama.cpp argsort.metal"),
@@ -54,12 +58,21 @@ ROWS = [
     Row("type", "simdgroup_matrix", 230, "MLX steel/gemm/mma.h"),
     Row("type", "simdgroup_float8x8", 230, "llama.cpp mul_mm.metal"),
     Row("type", "mem_flags", 100, "llama.cpp argsort.metal"),
+    Row("type", "array", 400, "Lily attention.metal"),
+    Row("type", "dextents", 400, "Lily quant.metal"),
+    Row("type", "tensor", 400, "Lily quant.metal"),
+    Row("type", "tensor_inline", 400, "MLX steel/gemm/nax.h"),
+    Row("type", "execution_simdgroup", 400, "MLX steel/gemm/nax.h"),
+    Row("type", "matmul2d_descriptor", 400, "MLX steel/gemm/nax.h"),
+    Row("type", "matmul2d", 400, "MLX steel/gemm/nax.h"),
     # ---- constants ----
     Row("constant", "INFINITY", 100, "llama.cpp argsort.metal"),
     Row("constant", "NAN", 100, "MLX reduction/ops.h"),
     Row("constant", "FLT_MAX", 100, "llama.cpp argsort.metal"),
     Row("constant", "mem_threadgroup", 100, "llama.cpp argsort.metal"),
     Row("constant", "mem_device", 100, "SPIRV-Cross opt/shaders-msl/comp/barriers.comp"),
+    Row("constant", "dynamic_extent", 400, "Lily gemm.metal"),
+    Row("constant", "multiply_accumulate", 400, "MLX steel/gemm/nax.h"),
     Row("constant", "memory_order_relaxed", 100, "llama.cpp argsort.metal"),
     # ---- functions ----
     Row("function", "as_type", 100, "llama.cpp argsort.metal"),
@@ -82,6 +95,8 @@ ROWS = [
     Row("function", "atomic_fetch_add_explicit", 100, "llama.cpp argsort.metal"),
     Row("function", "simdgroup_load", 230, "llama.cpp mul_mm.metal; transposed: fa_common.metal"),
     Row("function", "simdgroup_multiply_accumulate", 230, "llama.cpp fa_common.metal; bfloat into float: fa_f16.metal"),
+    Row("function", "get_destination_cooperative_tensor", 400, "Lily quant.metal"),
+    Row("function", "get_multidimensional_index", 400, "Lily quant.metal"),
     Row("function", "thread_elements", 230, "MLX conv.metal"),
     # ---- constructs ----
     Row("construct", "function template", 100, "MLX sdpa_vector.h"),

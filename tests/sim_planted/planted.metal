@@ -303,19 +303,17 @@ KERNEL(tile_product)(ARGS_XY IDS) {
   for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
     y[tile_row<32, 32>(i, lane) * 32 + tile_col<32, 32>(i, lane)] = t.v[i];
 }
-// Rows scaled to a sum of one; both orders of the operands.
+// x x, row r times 1 + r; stored through threadgroup memory.
 KERNEL(tile_rows)(ARGS_XY IDS) {
   STAGE
   BARRIER;
   Tile<32, 32> t;
   tile_zero(t);
   tile_mma_nn(t, (threadgroup const float*)a, 33, (threadgroup const float*)a, 33, 32);
-  float most[Tile<32, 32>::kSlots], sum[Tile<32, 32>::kSlots];
-  tile_row_max(t, most);
-  for (uint i = 0; i < Tile<32, 32>::kSize; ++i) t.v[i] = exp_(t.v[i] - most[tile_slot<32, 32>(i)]);
-  tile_row_sum(t, sum);
-  for (uint i = 0; i < Tile<32, 32>::kSlots; ++i) sum[i] = 1.0f / sum[i];
-  tile_scale_rows(t, sum);
+  float factor[Tile<32, 32>::kSlots];
+  for (uint i = 0; i < Tile<32, 32>::kSize; ++i)
+    factor[tile_slot<32, 32>(i)] = 1.0f + float(tile_row<32, 32>(i, lane));
+  tile_scale_rows(t, factor);
   BARRIER;
   tile_store(t, (threadgroup float*)a, 33, lane);
   BARRIER;

@@ -50,7 +50,11 @@ def tracked() -> list[Path]:
 FILES = tracked()
 
 
-LIBRARIES = {"metal_stdlib", "metal_simdgroup_matrix", "metal_tensor"}  # C++ headers without a suffix
+LIBRARIES = {
+    "metal_stdlib",
+    "metal_simdgroup_matrix",
+    "metal_tensor",
+}  # C++ headers without a suffix
 
 
 def sources() -> list[Path]:

@@ -15,8 +15,8 @@
 #include "util.h"
 
 #if defined(LILY_TILE_TENSOR) || (defined(LILY_SIM) && !defined(LILY_TILE_SIMDGROUP))
-#if defined(__METAL_VERSION__) && __METAL_VERSION__ < 400
-#error "tensor operations came with MSL 4.0"
+#ifdef __METAL_VERSION__
+static_assert(__METAL_VERSION__ >= 400, "tensor operations came with MSL 4.0");
 #endif
 // clang-format off
 #include <metal_tensor>

@@ -39,6 +39,11 @@ def git(*args: str) -> str:
     return done.stdout.strip()
 
 
+def git_state() -> dict[str, object]:
+    """The commit, and whether the tree differs from it."""
+    return {"git_sha": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+
+
 def checkpoint_sha(folder: Path) -> str:
     """Of config.json and the headers: the weights themselves are too large to read again."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -93,8 +98,7 @@ def main() -> None:
         record = {
             "engine": "lily",
             "engine_version": lily.__version__,
-            "git_sha": a.git_sha or git("rev-parse", "HEAD"),
-            "dirty": False if a.git_sha else bool(git("status", "--porcelain")),
+            **({"git_sha": a.git_sha, "dirty": False} if a.git_sha else git_state()),
             "device": f"{engine.device}: {engine.device_description}",
             "driver": engine.device_description,
             "checkpoint_sha": checkpoint_sha(a.model),

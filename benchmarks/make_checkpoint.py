@@ -1,10 +1,11 @@
 """Writes a random checkpoint with the shapes of Qwen3.6-35B-A3B in exact MLX 4-bit form.
 
-    python benchmarks/make_checkpoint.py FOLDER [--layers 40] [--experts 256] [--seed 0]
+    python benchmarks/make_checkpoint.py FOLDER [--layers 40] [--experts 256] [--seed 0] [--empty]
 
 1,757 text tensors, 19,508,787,456 bytes in four shards with an index, unpadded headers and tensors
 in hashed order, as the public conversions have them. Half of the scales are negative. Block outputs
 are small and the router is sharp, so that the residual stream stays finite over 40 layers.
+--empty leaves the tensors as holes in their files: enough for whoever reads headers only.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def write_pieces(path: str, seed: int, pieces: list[tuple[Spec, int, int, int]])
         os.close(fd)
 
 
-def write(folder: Path, layers: int, experts: int, seed: int) -> int:
-    """Writes config, index and shards; returns the tensor bytes."""
+def write(folder: Path, layers: int, experts: int, seed: int, empty: bool = False) -> int:
+    """Writes config, index and shards; returns the tensor bytes. empty: of holes."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = sorted(specs(layers, experts), key=lambda s: hashlib.sha256(s.name.encode()).digest())
     total, share = sum(s.bytes for s in tensors), 0
@@ -233,6 +234,8 @@ def write(folder: Path, layers: int, experts: int, seed: int) -> int:
             offset += spec.bytes
         if batch:
             work.append((str(path), batch))
+    if empty:
+        work = []
     with ProcessPoolExecutor() as pool:
         for done in [pool.submit(write_pieces, path, seed, batch) for path, batch in work]:
             done.result()
@@ -248,9 +251,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--empty", action="store_true")
     a = parser.parse_args()
     start = time.perf_counter()
-    total = write(a.folder, a.layers, a.experts, a.seed)
+    total = write(a.folder, a.layers, a.experts, a.seed, a.empty)
     print(f"{a.folder}: {total:,} tensor bytes in {time.perf_counter() - start:.1f} s")
 
 

@@ -72,6 +72,12 @@ class Kernels:
         From any thread: ends a run in progress, and those that follow until it is taken back.
         """
 
+    def touched(self, calls: Sequence[tuple[str, Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]]]]) -> list[list[list[int]]]:
+        """
+        On sim, of each launch, of each argument, unbound range and Step: bytes read and written,
+        every access counted, then the same with every byte counted once.
+        """
+
     def command_buffers(self, calls: Sequence[tuple[str, Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]], Sequence[tuple[KernelBuffer, int, int, str]]]]) -> tuple[list[int], list[float]]: ...
 
     def run_library(self, path: str, calls: Sequence[tuple[str, Sequence[tuple[KernelBuffer, int, int, str]], Sequence[str], Sequence[int]]]) -> list[list[int]]: ...
@@ -148,6 +154,51 @@ def load_engine(device: str, exact: bool, config: dict[str, Any], files: Sequenc
 
 def memory_table(device: str, exact: bool, config: dict[str, Any], files: Sequence[str], linears: Sequence[tuple[int, str, str, int, int, str, int, int, int, tuple[int, int, int], int, tuple[int, int, int], tuple[int, int, int]]], vectors: Sequence[tuple[int, str, str, str, bool, tuple[int, int, int]]]) -> MemoryTable:
     """What load_engine would take; reads no weights."""
+
+class RecordedLaunch:
+    """A launch that was written down."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def variant(self) -> str: ...
+
+    @property
+    def params(self) -> bytes:
+        """The op's struct of kernels.h."""
+
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        """Threadgroups in x, y, z; threads of each."""
+
+    @property
+    def level(self) -> int:
+        """Launches that it has to follow, one after another."""
+
+    @property
+    def flops(self) -> float:
+        """Of ops that can be bound by them, else 0."""
+
+    @property
+    def args(self) -> list[tuple[int, str, int, str, int, str]]:
+        """
+        (number and label of the buffer, byte offset, dtype, elements, access) of each.
+        """
+
+    @property
+    def unbound(self) -> list[tuple[int, str, int, str, int, str]]:
+        """Ranges reached through addresses."""
+
+    @property
+    def step(self) -> list[tuple[int, str, int, str, int, str]]:
+        """The session's Step, where the kernel takes it."""
+
+def record_passes(device: str, exact: bool, config: dict[str, Any], files: Sequence[str], linears: Sequence[tuple[int, str, str, int, int, str, int, int, int, tuple[int, int, int], int, tuple[int, int, int], tuple[int, int, int]]], vectors: Sequence[tuple[int, str, str, str, bool, tuple[int, int, int]]], context: int) -> tuple[list[list[RecordedLaunch]], list[RecordedLaunch]]:
+    """
+    (launches of each prefill chunk of a prompt of `context` tokens, those of the step after it),
+    as a session on such a device would submit them; needs neither the device nor the weights.
+    """
 
 class Session:
     """

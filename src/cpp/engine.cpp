@@ -141,11 +141,15 @@ uint64_t kv_blocks(const Device& device, const Config& c, uint32_t chunk) {
 
 Engine::Engine(DeviceRef device_, const LoadTable& table, uint32_t max_context_,
                const Progress& progress)
+    : Engine(device_, table, max_context_,
+             std::function<Weights()>([&] { return load_weights(*device_, table, progress); })) {}
+Engine::Engine(DeviceRef device_, const LoadTable& table, uint32_t max_context_,
+               const std::function<Weights()>& place)
     : device(std::move(device_)),
       config(table.config),
       max_context(fitting_context(*device, table, max_context_, chunk_rows(*device, table.config))),
       chunk(chunk_rows(*device, table.config)),
-      model(device, table.config, load_weights(*device, table, progress)),
+      model(device, table.config, place()),
       kv(device, std::max<uint64_t>(16, kv_block_bytes(config, device->act())),
          kv_blocks(*device, config, chunk)),
       weight_bytes_(weight_arena_bytes(table)) {}

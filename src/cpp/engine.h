@@ -56,6 +56,9 @@ class Engine {
  public:
   // max_context 0: what the model allows and the device's memory holds.
   Engine(DeviceRef device, const LoadTable& table, uint32_t max_context, const Progress& progress);
+  // With weights from elsewhere; `place` is called once it is known that they fit.
+  Engine(DeviceRef device, const LoadTable& table, uint32_t max_context,
+         const std::function<Weights()>& place);
   const DeviceRef device;
   const Config config;
   const uint32_t max_context;  // tokens of one session
@@ -110,6 +113,8 @@ class Session {
   std::vector<uint32_t> tokens() const;
   uint32_t position() const;
   std::vector<uint32_t> snapshots() const;
+  // What step() submits for the token after the present ones: for tools that count.
+  CommandList step_list();
   // conv f32[delta layers][3][channels] and delta f32[delta layers][Hv][128][128] at position().
   std::pair<std::vector<float>, std::vector<float>> recurrent_state();
   const std::shared_ptr<Engine>& engine() const { return engine_; }
@@ -159,6 +164,8 @@ class Session {
   void copy_block(const Tensor& from, const Tensor& to, uint32_t tokens, CommandList& list) const;
   void write_step(std::span<const uint32_t> ids, uint32_t position);
   void write_counts();
+  uint32_t step_splits(uint32_t position);  // of a step there; its blocks and scratch are ready
+  CommandList record_step(int from, uint32_t splits);
   Ticket submit_step();    // forward of Step's row, then its sample
   Ticket look_ahead();     // submit_step, or 0 when that cannot be now
   Ticket submit_sample();  // from logits_[current_]

@@ -164,6 +164,18 @@ class Loader {
   uint64_t arena_bytes() const { return arenas_.bytes(); }
 
   Weights load(Device& device, const Progress& progress) {
+    place(device);
+    upload_inv_freq(device);
+    run_jobs(device, progress);
+    return std::move(weights_);
+  }
+  Weights placed(Device& device) {
+    place(device);
+    return std::move(weights_);
+  }
+
+ private:
+  void place(Device& device) {
     arenas_.allocate(device);
     for (Target& t : targets_) {
       t.matrix->w = t.w;
@@ -172,12 +184,7 @@ class Loader {
     }
     for (VectorTarget& v : vector_targets_) *v.tensor = arenas_.tensor(v.place, DType::f32);
     weights_.inv_freq = arenas_.tensor(inv_freq_, DType::f32);
-    upload_inv_freq(device);
-    run_jobs(device, progress);
-    return std::move(weights_);
   }
-
- private:
   const LinearEntry& linear(int layer, const char* name) const {
     const auto it = linears_.find({layer, name});
     check<CheckpointError>(it != linears_.end(), "layer ", layer, ": ", name, " is missing");
@@ -476,6 +483,9 @@ class Loader {
 
 Weights load_weights(Device& device, const LoadTable& table, const Progress& progress) {
   return Loader(table).load(device, progress);
+}
+Weights place_weights(Device& device, const LoadTable& table) {
+  return Loader(table).placed(device);
 }
 uint64_t weight_arena_bytes(const LoadTable& table) { return Loader(table).arena_bytes(); }
 

@@ -42,6 +42,8 @@ using Progress = std::function<void(uint64_t done, uint64_t total)>;
 // Reads with parallel pread, checks that every scale, bias and vector is finite, and places the
 // weights in arenas of at most 4 GB. Throws CheckpointError with file and tensor.
 Weights load_weights(Device& device, const LoadTable& table, const Progress& progress);
+// The same places without the bytes: for a device that only records.
+Weights place_weights(Device& device, const LoadTable& table);
 // What load_weights will allocate, in bytes.
 uint64_t weight_arena_bytes(const LoadTable& table);
 

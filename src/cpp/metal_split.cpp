@@ -24,8 +24,9 @@ double matrix(const Linear& w, double rows) { return 2.0 * rows * w.n * w.k; }
 double attend(double heads, double keys) { return 4.0 * heads * LILY_HEAD_DIM * keys; }
 constexpr double kState = double(LILY_DELTA_DIM) * LILY_DELTA_DIM;
 
-// Floating-point operations of the ops that can be bound by them; the rest only move bytes.
-double flops(const CommandList& list, const Launch& l) {
+}  // namespace
+
+double launch_flops(const CommandList& list, const Launch& l) {
   switch (variants()[l.variant].op) {
     case Op::project: {
       const auto p = params_of<Project>(list, l);
@@ -80,8 +81,6 @@ double flops(const CommandList& list, const Launch& l) {
   }
 }
 
-}  // namespace
-
 double predicted_seconds(const CommandList& list, const Launch& launch) {
   double bytes = 0;
   const auto add = [&](const Arg& a) {
@@ -96,7 +95,7 @@ double predicted_seconds(const CommandList& list, const Launch& launch) {
     bytes += 2.0 * p.rows * p.splits * LILY_SPLIT * p.kv_heads * LILY_HEAD_DIM *
              double(dtype_size(launch.args[0].tensor.dtype));
   }
-  return std::max(bytes / kBytesPerSecond, flops(list, launch) / kFlopsPerSecond);
+  return std::max(bytes / kBytesPerSecond, launch_flops(list, launch) / kFlopsPerSecond);
 }
 
 std::vector<size_t> command_buffer_ends(const CommandList& list) {

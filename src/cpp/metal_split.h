@@ -7,6 +7,9 @@
 
 namespace lily {
 
+// Floating-point operations of the ops that can be bound by them, 0 of the rest: those move bytes.
+double launch_flops(const CommandList& list, const Launch& launch);
+
 // Seconds of one launch on the slowest GPU we support (M1: 68 GB/s, 2.6 TFLOP/s), both at their
 // peak: the larger of its declared bytes and its arithmetic.
 double predicted_seconds(const CommandList& list, const Launch& launch);

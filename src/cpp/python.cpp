@@ -12,10 +12,12 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <map>
 
 #include "engine.h"
 #include "metal_split.h"
 #include "metal_text.h"
+#include "record.h"
 #include "sim.h"
 
 namespace nb = nanobind;
@@ -92,8 +94,26 @@ struct Kernels {
   static Traffic traffic(const std::vector<LaunchRecord>& records) {
     Traffic all;
     for (const LaunchRecord& r : records) {
-      all.push_back({r.declared_read, r.declared_written, r.read, r.written, r.read_distinct,
-                     r.written_distinct});
+      all.push_back({r.declared_read, r.declared_written, r.touched.read, r.touched.written,
+                     r.touched.read_distinct, r.touched.written_distinct});
+    }
+    return all;
+  }
+
+  // Of each launch, of each argument, unbound range and Step: bytes read and written, every access
+  // counted, then the same with every byte counted once. On sim.
+  std::vector<Traffic> touched(const std::vector<Call>& calls) {
+    const ProgramRef program = program_of(calls, false);
+    {
+      const Released released;
+      device->wait(device->submit(program, &cancelled));
+    }
+    std::vector<Traffic> all;
+    for (const LaunchRecord& r : sim_records(*program)) {
+      all.emplace_back();
+      for (const TouchedBytes& t : r.parts) {
+        all.back().push_back({t.read, t.written, t.read_distinct, t.written_distinct});
+      }
     }
     return all;
   }
@@ -171,6 +191,54 @@ struct Kernels {
     return traffic(sim_run_library(*device, path, symbols, std::move(list)));
   }
 };
+
+// ---- recorded launches ---------------------------------------------------------------------------
+struct RecordedLaunch {
+  // Number and label of the buffer, byte offset, dtype, elements, access.
+  using Arg = std::tuple<size_t, std::string, uint64_t, std::string, uint64_t, std::string>;
+  std::string op, variant, params;
+  std::tuple<uint32_t, uint32_t, uint32_t, uint32_t> grid;
+  uint32_t level = 0;
+  double flops = 0;
+  std::vector<Arg> args, unbound, step;
+};
+
+std::vector<RecordedLaunch> recorded(const RecordedPasses& passes, const CommandList& list) {
+  static constexpr const char* kAccess[] = {"", "r", "w", "rw"};
+  std::map<const Buffer*, size_t> numbers;
+  for (size_t i = 0; i < passes.buffers.size(); ++i) numbers[passes.buffers[i].get()] = i;
+  const auto arg = [&](const Arg& a) -> RecordedLaunch::Arg {
+    const Tensor& t = a.tensor;
+    if (!t.buffer) return {0, "", 0, dtype_name(t.dtype), 0, ""};
+    return {numbers.at(t.buffer.get()), t.buffer->label, t.offset,
+            dtype_name(t.dtype),        t.elements,      kAccess[size_t(a.access)]};
+  };
+  const std::vector<uint32_t> levels = hazard_levels(list);
+  std::vector<RecordedLaunch> all;
+  for (size_t i = 0; i < levels.size(); ++i) {
+    const Launch& l = list.launches[i];
+    const Variant& v = variants()[l.variant];
+    RecordedLaunch r;
+    r.op = op_name(v.op), r.variant = v.name;
+    r.params.assign(reinterpret_cast<const char*>(list.params.data()) + l.params_offset,
+                    l.params_size);
+    r.grid = {l.grid.x, l.grid.y, l.grid.z, l.grid.threads};
+    r.level = levels[i], r.flops = launch_flops(list, l);
+    for (const Arg& a : l.args) r.args.push_back(arg(a));
+    for (const Arg& a : l.unbound) r.unbound.push_back(arg(a));
+    if (l.step.access != Access::none) r.step.push_back(arg(l.step));
+    all.push_back(std::move(r));
+  }
+  return all;
+}
+
+Family family_of(const std::string& device) {
+  if (device == "metal") return Family::apple;
+  if (device == "cuda") return Family::cuda;
+  if (device == "cpu") return Family::cpu;
+  if (device == "sim") return Family::sim;
+  throw std::invalid_argument("device \"" + device + "\" is unknown; known: metal, cuda, cpu, sim");
+}
 
 // ---- engine --------------------------------------------------------------------------------------
 // Taken with noconvert: a conversion to uint32 would wrap what is too large and cut fractions.
@@ -299,6 +367,10 @@ NB_MODULE(_core, m) {
       .def(
           "cancel", [](Kernels& k, bool on) { k.cancelled = on; }, "on"_a = true,
           "From any thread: ends a run in progress, and those that follow until it is taken back.")
+      .def("touched", &Kernels::touched, "calls"_a,
+           "On sim, of each launch, of each argument, unbound range and Step: bytes read and "
+           "written,\n"
+           "every access counted, then the same with every byte counted once.")
       .def("command_buffers", &Kernels::command_buffers, "calls"_a)
       .def("run_library", &Kernels::run_library, "path"_a, "calls"_a);
   nb::class_<MemoryTable>(m, "MemoryTable", "Bytes by purpose.")
@@ -339,6 +411,37 @@ NB_MODULE(_core, m) {
       },
       "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a, "vectors"_a,
       "What load_engine would take; reads no weights.");
+
+  nb::class_<RecordedLaunch>(m, "RecordedLaunch", "A launch that was written down.")
+      .def_ro("op", &RecordedLaunch::op)
+      .def_ro("variant", &RecordedLaunch::variant)
+      .def_prop_ro(
+          "params",
+          [](const RecordedLaunch& r) { return nb::bytes(r.params.data(), r.params.size()); },
+          "The op's struct of kernels.h.")
+      .def_ro("grid", &RecordedLaunch::grid, "Threadgroups in x, y, z; threads of each.")
+      .def_ro("level", &RecordedLaunch::level, "Launches that it has to follow, one after another.")
+      .def_ro("flops", &RecordedLaunch::flops, "Of ops that can be bound by them, else 0.")
+      .def_ro("args", &RecordedLaunch::args,
+              "(number and label of the buffer, byte offset, dtype, elements, access) of each.")
+      .def_ro("unbound", &RecordedLaunch::unbound, "Ranges reached through addresses.")
+      .def_ro("step", &RecordedLaunch::step, "The session's Step, where the kernel takes it.");
+  m.def(
+      "record_passes",
+      [](const std::string& device, bool exact, const nb::typed<nb::dict, nb::str, nb::any>& config,
+         std::vector<std::string> files, const std::vector<LinearTuple>& linears,
+         const std::vector<VectorTuple>& vectors, uint32_t context) {
+        const RecordedPasses passes =
+            record_passes(family_of(device), exact,
+                          make_table(config, std::move(files), linears, vectors), context);
+        std::vector<std::vector<RecordedLaunch>> prefill;
+        for (const CommandList& list : passes.prefill) prefill.push_back(recorded(passes, list));
+        return std::make_pair(std::move(prefill), recorded(passes, passes.step));
+      },
+      "device"_a, "exact"_a, "config"_a, "files"_a, "linears"_a, "vectors"_a, "context"_a,
+      "(launches of each prefill chunk of a prompt of `context` tokens, those of the step after "
+      "it),\n"
+      "as a session on such a device would submit them; needs neither the device nor the weights.");
 
   using Unlocked = nb::call_guard<Released>;
   nb::class_<Session>(

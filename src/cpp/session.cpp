@@ -528,29 +528,41 @@ Ticket Session::submit_sample() {
   }
   return device_->submit(program, &cancel_);
 }
-// Takes the row in Step, which the sampler before it has set, at position ids_.size() - 1 or, for
-// the lookahead, one further.
-Ticket Session::submit_step() {
-  const uint32_t position = uint32_t(ids_.size()) - (flight_ ? 0 : 1);
-  const int from = flight_ ? current_ ^ 1 : current_;
+uint32_t Session::step_splits(uint32_t position) {
   own_blocks(position, position + 1);
   const uint32_t splits = splits_for(position + 1);
   if (!one_row_ || one_row_->splits != splits) {
     step_programs_.clear();
     one_row_ = std::make_unique<DecodeScratch>(*device_, config_, 1, splits, false);
   }
+  return splits;
+}
+CommandList Session::record_step(int from, uint32_t splits) {
+  const std::vector<Tensor> slabs = engine_->kv.slabs();
+  CommandList list;
+  list.label = "decode step";
+  Recorder r(*device_, list);
+  engine_->model.decode(
+      r, *one_row_,
+      {1, splits, true, step_, slabs, states_[from], states_[from ^ 1], logits_[from ^ 1]});
+  record_sample(r, from ^ 1);
+  return list;
+}
+CommandList Session::step_list() {
+  return guarded([&] {
+    catch_up();
+    check_room("step_list", 1);
+    return record_step(current_, step_splits(uint32_t(ids_.size())));
+  });
+}
+// Takes the row in Step, which the sampler before it has set, at position ids_.size() - 1 or, for
+// the lookahead, one further.
+Ticket Session::submit_step() {
+  const uint32_t position = uint32_t(ids_.size()) - (flight_ ? 0 : 1);
+  const int from = flight_ ? current_ ^ 1 : current_;
+  const uint32_t splits = step_splits(position);
   ProgramRef& program = step_programs_[{from, splits, engine_->kv.generation()}];
-  if (!program) {
-    const std::vector<Tensor> slabs = engine_->kv.slabs();
-    CommandList list;
-    list.label = "decode step";
-    Recorder r(*device_, list);
-    engine_->model.decode(
-        r, *one_row_,
-        {1, splits, true, step_, slabs, states_[from], states_[from ^ 1], logits_[from ^ 1]});
-    record_sample(r, from ^ 1);
-    program = device_->compile(std::move(list), true);
-  }
+  if (!program) program = device_->compile(record_step(from, splits), true);
   return device_->submit(program, &cancel_);
 }
 

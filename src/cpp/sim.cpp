@@ -119,8 +119,11 @@ sim::Call resolve(const Launch& launch, const Tensor& params, LaunchRecord& reco
   call.grid = launch.grid;
   size_t bound = 0;
   const auto add = [&](const Arg& arg, const std::string& what) {
+    const size_t part = record.parts.size();
+    record.parts.emplace_back();
     if (arg.access == Access::none || arg.tensor.elements == 0) return;
     call.declared.push_back(declare(arg, what));
+    call.declared.back().part = part;
     if (reads(arg.access)) record.declared_read += arg.tensor.bytes();
     if (writes(arg.access)) record.declared_written += arg.tensor.bytes();
   };
@@ -282,18 +285,22 @@ class SimDevice : public Device {
   }
   void run_launch(SimProgram& program, uint32_t i) {
     sim::Touched touched;
+    std::vector<sim::Touched> parts;
     try {
-      touched = sim::run(program.calls[i], seed_.next());
+      touched = sim::run(program.calls[i], seed_.next(), nullptr, &parts);
     } catch (const DeviceError& error) {
       throw DeviceError(concat("sim: ", program.list.label, ", launch ", i, " of ",
                                program.calls.size(), ": ", error.what()));
     }
     const std::lock_guard lock(program.mutex);
     LaunchRecord& record = program.records[i];
-    record.read = touched.read;
-    record.read_distinct = touched.read_distinct;
-    record.written = touched.written;
-    record.written_distinct = touched.written_distinct;
+    const auto bytes = [](const sim::Touched& t) {
+      return TouchedBytes{t.read, t.read_distinct, t.written, t.written_distinct};
+    };
+    record.touched = bytes(touched);
+    for (size_t p = 0; p < record.parts.size(); ++p) {
+      record.parts[p] = p < parts.size() ? bytes(parts[p]) : TouchedBytes{};
+    }
   }
 
   void* const replacements_;

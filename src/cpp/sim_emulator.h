@@ -35,8 +35,10 @@ struct Call {
 };
 
 // Runs all groups and checks every access. Throws DeviceError. One call at a time in the process.
-// `spans`, where given, takes the bytes that were touched; params count as read.
-Touched run(const Call& call, uint64_t seed, TouchedSpans* spans = nullptr);
+// `spans`, where given, takes the bytes that were touched; params count as read. `parts` takes what was
+// done to each part; where two overlap, the first declared has it.
+Touched run(const Call& call, uint64_t seed, TouchedSpans* spans = nullptr,
+            std::vector<Touched>* parts = nullptr);
 
 // Small and fast: only the order of things hangs on it.
 struct Random {

@@ -342,7 +342,7 @@ void fail(const Fault& fault) {
   __builtin_unreachable();
 }
 
-Touched run(const Call& call, uint64_t seed, TouchedSpans* spans) {
+Touched run(const Call& call, uint64_t seed, TouchedSpans* spans, std::vector<Touched>* parts) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   Emulator& e = emulator;
@@ -383,13 +383,21 @@ Touched run(const Call& call, uint64_t seed, TouchedSpans* spans) {
     for (size_t i = 0; i < noted.size(); ++i) collect_spans(e.ranges[i], *spans);
   }
   Touched sum;
+  const auto add = [](Touched& to, const Touched& t) {
+    to.read += t.read;
+    to.read_distinct += t.read_distinct;
+    to.written += t.written;
+    to.written_distinct += t.written_distinct;
+  };
   for (size_t i = 0; i < e.fixed_ranges; ++i) {
     const Range& r = e.ranges[i];
     if (!r.counted) continue;
-    sum.read += r.touched.read;
-    sum.read_distinct += r.touched.read_distinct;
-    sum.written += r.touched.written;
-    sum.written_distinct += r.touched.written_distinct;
+    add(sum, r.touched);
+    if (!parts) continue;
+    const auto holds = [&](const Declared& d) { return d.begin <= r.begin && r.end <= d.end; };
+    const auto at = std::find_if(call.declared.begin(), call.declared.end(), holds);
+    if (parts->size() <= at->part) parts->resize(at->part + 1);
+    add((*parts)[at->part], r.touched);
   }
   return sum;
 }

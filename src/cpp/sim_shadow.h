@@ -75,6 +75,7 @@ struct Declared {
   Access access = Access::none;
   const Shadow* shadow = nullptr;
   std::string what;          // for messages
+  size_t part = 0;           // which argument, by the caller's count
   bool counted = false;      // part of the launch's traffic
   bool initialised = false;  // by somebody who does not tell the shadow
 };

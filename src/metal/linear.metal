@@ -87,13 +87,19 @@ static inline void project_body(device const uint* codes, device const uint* pai
 LILY_VARIANTS_project(PROJECT)
 
 // ---- matrix tiles -------------------------------------------------------------------------------
-// 64 rows of h times 64 rows of W: 4 simdgroups, each 32 x 32, 32 of k a step. Integer codes are
-// exact in bf16; each step of k lies in one group, is multiplied alone, then scaled and shifted in
-// fp32: y += s (q.h) + b sum(h). The next step is on its way from memory while one is multiplied.
+// 64 rows of h times 64 rows of W: 4 simdgroups, each 32 x 32. Integer codes are exact in bf16; what
+// lies in one group is multiplied alone, then scaled and shifted in fp32: y += s (q.h) + b sum(h). The
+// next step of k is on its way from memory while one is multiplied.
 #define MATMUL_M 64
 #define MATMUL_N 64
-#define MATMUL_K 32
-#define MATMUL_LD (MATMUL_K + 8)    // padded by 16 bytes, so that rows fall on different banks
+#ifdef LILY_EXACT
+#define MATMUL_K 32  // of k a step: what threadgroup memory holds
+#else
+#define MATMUL_K 64
+#endif
+#define MATMUL_HALF (MATMUL_K / 2)   // of a row: a thread's share
+#define MATMUL_PARTS (MATMUL_K / 32)  // groups of a step, at most
+#define MATMUL_LD (MATMUL_K + 8)     // padded by 16 bytes, so that rows fall on different banks
 #define MATMUL_STAGE (MATMUL_N + 8)  // row of the result while it lies in threadgroup memory
 #ifdef LILY_EXACT
 #define MATMUL_POOL (2 * MATMUL_M * MATMUL_LD / 4)  // in uint4: both operands, later the result
@@ -101,17 +107,27 @@ LILY_VARIANTS_project(PROJECT)
 #define MATMUL_POOL (MATMUL_M * MATMUL_STAGE / 4)
 #endif
 
-// One thread's share of a step: 16 activations, 16 codes of a row.
+// bf16 operands of 4-bit codes: code q as 16 + q, a nibble in the upper mantissa bits of 16. Two come
+// out of a word at once, codes j and j + 4, so that k runs 0 4 1 5 2 6 3 7 within 8 in both operands.
+template <uint BITS>
+static inline constexpr bool codes_in_pairs() {
+  return BITS == 4 && sizeof(act_t) == 2;
+}
+#define CODE_PAIR_OFFSET 16.0f
+#define CODE_PAIRS(w) (((w) & 0x00780078u) | 0x41804180u)
+
+// One thread's share of a step.
 struct Share {
-  uint4 v[sizeof(act_t)];
+  uint4 v[MATMUL_HALF * sizeof(act_t) / 16];
 };
+#define SHARE_VECTORS (MATMUL_HALF * sizeof(act_t) / 16)
 static inline void load_share(device const act_t* h, thread Share& s) {
-  UNROLL for (uint i = 0; i < sizeof(act_t); ++i)
+  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i)
     s.v[i] = ((device const uint4*)h)[i];
 }
 static inline float share_sum(thread const Share& s) {
   float sum = 0.0f;
-  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) {
+  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i) {
     UNROLL for (uint c = 0; c < 4; ++c) {
 #ifdef LILY_EXACT
       sum += as_type<float>(s.v[i][c]);
@@ -123,6 +139,17 @@ static inline float share_sum(thread const Share& s) {
   }
   return sum;
 }
+template <uint BITS>
+static inline void store_share(threadgroup act_t* to, thread const Share& s) {
+  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i) {
+    uint4 v = s.v[i];
+    if (codes_in_pairs<BITS>()) {
+      v = uint4((v.x & 0xffffu) | (v.z << 16), (v.x >> 16) | (v.z & 0xffff0000u),
+                (v.y & 0xffffu) | (v.w << 16), (v.y >> 16) | (v.w & 0xffff0000u));
+    }
+    ((threadgroup uint4*)to)[i] = v;
+  }
+}
 // Code j of a word as a number.
 template <uint BITS>
 static inline float code_value(uint w, uint j) {
@@ -130,34 +157,55 @@ static inline float code_value(uint w, uint j) {
   return BITS == 16 ? bf16_bits_to_float(code) : float(code);
 }
 template <uint BITS>
-static inline void load_share_codes(device const uint* at, thread uint (&w)[BITS / 2]) {
-  if (BITS == 4) {
+static inline void load_share_codes(device const uint* at,
+                                    thread uint (&w)[BITS * MATMUL_HALF / 32]) {
+  if (BITS * MATMUL_HALF / 32 == 2) {
     const uint2 v = *(device const uint2*)at;
     w[0] = v.x;
     w[1] = v.y;
   } else {
-    UNROLL for (uint i = 0; i < BITS / 8; ++i) {
+    UNROLL for (uint i = 0; i < BITS * MATMUL_HALF / 128; ++i) {
       const uint4 v = ((device const uint4*)at)[i];
       UNROLL for (uint c = 0; c < 4; ++c)
-        w[(4 * i + c) % (BITS / 2)] = v[c];
+        w[(4 * i + c) % (BITS * MATMUL_HALF / 32)] = v[c];
     }
   }
 }
 template <uint BITS>
-static inline void store_share_codes(threadgroup act_t* to, thread const uint (&w)[BITS / 2]) {
-  UNROLL for (uint i = 0; i < sizeof(act_t); ++i) {
+static inline void store_share_codes(threadgroup act_t* to,
+                                     thread const uint (&w)[BITS * MATMUL_HALF / 32]) {
+  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i) {
     uint4 v;
-    UNROLL for (uint c = 0; c < 4; ++c) {
+    if (codes_in_pairs<BITS>()) {
+      const uint q = w[i % (BITS * MATMUL_HALF / 32)];
+      v = uint4(CODE_PAIRS(q << 3), CODE_PAIRS(q >> 1), CODE_PAIRS(q >> 5), CODE_PAIRS(q >> 9));
+    } else {
+      UNROLL for (uint c = 0; c < 4; ++c) {
 #ifdef LILY_EXACT
-      const uint at = 4 * i + c;
-      v[c] = as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS)));
+        const uint at = 4 * i + c;
+        v[c] = as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS)));
 #else
-      const uint at = 8 * i + 2 * c;
-      v[c] = (as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS))) >> 16) |
-             as_type<uint>(code_value<BITS>(w[(at + 1) * BITS / 32], (at + 1) % (32 / BITS)));
+        const uint at = 8 * i + 2 * c;
+        v[c] = (as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS))) >> 16) |
+               as_type<uint>(code_value<BITS>(w[(at + 1) * BITS / 32], (at + 1) % (32 / BITS)));
 #endif
+      }
     }
     ((threadgroup uint4*)to)[i] = v;
+  }
+}
+
+// acc += K of k of one group. sums, scales: of the simdgroup's rows of h and of W.
+template <uint K>
+static inline void add_group(thread Tile<32, 32>& acc, threadgroup const act_t* ta,
+                             threadgroup const act_t* tb, threadgroup const float* sums,
+                             threadgroup const float2* scales, uint lane) {
+  Tile<32, 32> part;
+  tile_zero(part);
+  tile_mma(part, ta, MATMUL_LD, tb, MATMUL_LD, K);
+  UNROLL for (uint i = 0; i < Tile<32, 32>::kSize; ++i) {
+    const float2 sb = scales[tile_col<32, 32>(i, lane)];
+    acc.v[i] = fma(sb.x, part.v[i], fma(sb.y, sums[tile_row<32, 32>(i, lane)], acc.v[i]));
   }
 }
 
@@ -171,34 +219,37 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
   threadgroup act_t* ta = (threadgroup act_t*)pool;
   threadgroup act_t* tb = ta + MATMUL_M * MATMUL_LD;
   const uint sm = (simd & 1) * 32, sn = (simd >> 1) * 32;
-  const uint r = tid >> 1, half_k = (tid & 1) * 16;
+  const uint r = tid >> 1, half_k = (tid & 1) * MATMUL_HALF;
   const bool valid = r < count;
+  // The halves of a step lie in one group, or each in its own.
+  const bool two_groups = MATMUL_PARTS == 2 && w.group_shift == 5;
   const ulong n = min(n0 + r, w.n - 1);  // a ragged last tile reads its last row again
   device const uint* row_codes = codes + (n * row_bytes(w.k, BITS) + half_k * BITS / 8) / 4;
   device const uint* row_pairs = pairs + n * (w.k >> w.group_shift);
 
   Share next_h;
-  uint next_w[BITS / 2], next_pair = 0;
-  UNROLL for (uint i = 0; i < sizeof(act_t); ++i)
+  uint next_w[BITS * MATMUL_HALF / 32], next_pair = 0;
+  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i)
     next_h.v[i] = uint4(0u);
   if (valid) load_share(h + half_k, next_h);
   load_share_codes<BITS>(row_codes, next_w);
-  if (BITS != 16) next_pair = row_pairs[0];
+  if (BITS != 16) next_pair = row_pairs[half_k >> w.group_shift];
 
   Tile<32, 32> acc;
   tile_zero(acc);
   for (uint k0 = 0; k0 < w.k; k0 += MATMUL_K) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL for (uint i = 0; i < sizeof(act_t); ++i) {
-      ((threadgroup uint4*)(ta + r * MATMUL_LD + half_k))[i] = next_h.v[i];
-    }
+    store_share<BITS>(ta + r * MATMUL_LD + half_k, next_h);
     store_share_codes<BITS>(tb + r * MATMUL_LD + half_k, next_w);
     if (BITS != 16) {
       const float half_sum = share_sum(next_h);
       const float sum = half_sum + simd_shuffle_xor(half_sum, 1);
-      if ((tid & 1) == 0) {
-        sums[r] = sum;
-        scales[r] = scale_bias(next_pair, w.scale_f16);
+      if (two_groups || (tid & 1) == 0) {
+        float2 sb = scale_bias(next_pair, w.scale_f16);
+        if (codes_in_pairs<BITS>()) sb.y = fma(-CODE_PAIR_OFFSET, sb.x, sb.y);
+        const uint at = (tid & 1) * MATMUL_M + r;
+        sums[at] = two_groups ? half_sum : sum;
+        scales[at] = sb;
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -206,19 +257,20 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
     if (k1 < w.k) {
       if (valid) load_share(h + k1 + half_k, next_h);
       load_share_codes<BITS>(row_codes + k1 * BITS / 32, next_w);
-      if (BITS != 16) next_pair = row_pairs[k1 >> w.group_shift];
+      if (BITS != 16) next_pair = row_pairs[(k1 + half_k) >> w.group_shift];
     }
     if (sm < count) {  // the same for the whole simdgroup
+      threadgroup const act_t* a = ta + sm * MATMUL_LD;
+      threadgroup const act_t* b = tb + sn * MATMUL_LD;
       if (BITS == 16) {
-        tile_mma(acc, ta + sm * MATMUL_LD, MATMUL_LD, tb + sn * MATMUL_LD, MATMUL_LD, MATMUL_K);
-      } else {
-        Tile<32, 32> part;
-        tile_zero(part);
-        tile_mma(part, ta + sm * MATMUL_LD, MATMUL_LD, tb + sn * MATMUL_LD, MATMUL_LD, MATMUL_K);
-        UNROLL for (uint i = 0; i < Tile<32, 32>::kSize; ++i) {
-          const float2 sb = scales[sn + tile_col<32, 32>(i, lane)];
-          acc.v[i] += fma(sb.x, part.v[i], sb.y * sums[sm + tile_row<32, 32>(i, lane)]);
+        tile_mma(acc, a, MATMUL_LD, b, MATMUL_LD, MATMUL_K);
+      } else if (two_groups) {
+        UNROLL for (uint g = 0; g < MATMUL_PARTS; ++g) {
+          add_group<32>(acc, a + g * 32, b + g * 32, sums + g * MATMUL_M + sm,
+                        scales + g * MATMUL_M + sn, lane);
         }
+      } else {
+        add_group<MATMUL_K>(acc, a, b, sums + sm, scales + sn, lane);
       }
     }
   }
@@ -271,8 +323,8 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
                PARAMS(Matmul, 4) IDS) {                                                           \
     READ_IDS                                                                                      \
     SHARED(uint4, pool, MATMUL_POOL);                                                             \
-    SHARED(float, sums, MATMUL_M);                                                                \
-    SHARED(float2, scales, MATMUL_N);                                                             \
+    SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                                \
+    SHARED(float2, scales, MATMUL_PARTS * MATMUL_N);                                                             \
     matmul_body<BITS>(codes, pairs, h, y, p, pool, sums, scales, group, tid, lane, simd);         \
   }
 LILY_VARIANTS_matmul(MATMUL)
@@ -310,8 +362,8 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
                PARAMS(ExpertMatmul, 7) IDS) {                                                     \
     READ_IDS                                                                                      \
     SHARED(uint4, pool, MATMUL_POOL);                                                             \
-    SHARED(float, sums, MATMUL_M);                                                                \
-    SHARED(float2, scales, MATMUL_N);                                                             \
+    SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                                \
+    SHARED(float2, scales, MATMUL_PARTS * MATMUL_N);                                                             \
     expert_matmul_body<BITS>(codes, pairs, h, order, offsets, tiles, y, p, pool, sums, scales,    \
                              group, tid, lane, simd);                                             \
   }

@@ -1,6 +1,8 @@
 """Owns the judging of a checkpoint through lily: greedy answers, teacher-forced losses, stories.
 
     python evaluate.py FOLDER [--device cpu] [--share 1] [--exact] [--answers FILE]
+    python evaluate.py FOLDER --seed 2 --only copying addition   other questions, of these tasks
+    python evaluate.py FOLDER --cheap [--device cpu]      what a test repeats, in exact mode
 
 prints one JSON object. Nothing of it needs PyTorch.
 """
@@ -27,6 +29,12 @@ import data
 import lily
 
 STORIES = 20
+# The cheap part: so many held-out samples of these tasks, of at most so many tokens.
+CHEAP = [
+    (data.arithmetic, "addition", 20), (data.copying, "copying", 20), (data.facts, "facts", 10),
+    (data.tools, "tool call", 8), (data.tools, "tool answer", 8), (data.story, "story", 6),
+]  # fmt: skip
+CHEAP_TOKENS = 400
 
 
 def answer(engine: lily.Engine, sample: data.Sample) -> lily.Completion:
@@ -140,17 +148,41 @@ def tell(engine: lily.Engine, count: int = STORIES) -> dict[str, Any]:
     }
 
 
+def cheap(engine: lily.Engine) -> dict[str, Any]:
+    """Right answers per task and the perplexity, of a few short samples: some seconds on a CPU."""
+    encoder, rng = encode.Encoder(), random.Random(5)
+    samples: list[data.Sample] = []
+    for make, task, count in CHEAP:
+        end = len(samples) + count
+        while len(samples) < end:
+            sample = data.draw_of(make, rng, held=True)
+            if sample.task == task and len(encoder.encode(sample).ids) <= CHEAP_TOKENS:
+                samples.append(sample)
+    return {
+        "answers": judge(engine, samples),
+        "perplexity": perplexity(engine, [encoder.encode(s) for s in samples]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1, help="of the questions")
+    parser.add_argument("--only", nargs="+", metavar="TASK", help="these, and no stories")
     parser.add_argument("--exact", action="store_true", help="activations in float32")
+    parser.add_argument("--cheap", action="store_true")
     parser.add_argument("--answers", type=Path, help="where the wrong answers go")
     a = parser.parse_args()
+    if a.cheap:
+        with lily.Engine.load(a.folder, device=a.device, activations="float32") as engine:
+            print(json.dumps(cheap(engine), indent=1))
+        return
     started = time.monotonic()
     encoder = encode.Encoder()
-    samples = held_out.samples(encoder, a.share)
+    samples = held_out.samples(encoder, a.share, a.seed)
+    samples = [s for s in samples if not a.only or s.task in a.only]
     wrong: list[dict[str, Any]] = []
     activations = "float32" if a.exact else "bfloat16"
     with lily.Engine.load(a.folder, device=a.device, activations=activations) as engine:
@@ -158,10 +190,12 @@ def main() -> None:
             "device": engine.device,
             "activations": activations,
             "share": a.share,
+            "seed": a.seed,
             "answers": judge(engine, samples, wrong),
             "perplexity": perplexity(engine, [encoder.encode(s) for s in samples]),
-            "stories": tell(engine),
         }
+        if not a.only:
+            result["stories"] = tell(engine)
     result["seconds"] = round(time.monotonic() - started)
     print(json.dumps(result, indent=1))
     if a.answers:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import evaluate
 import jsonschema
 import make_goldens
 
@@ -19,6 +20,7 @@ from lily.hub import PACKAGED_MODEL
 from test_cli import Terminal
 from text_harness import WEATHER
 
+REPORT = Path(evaluate.__file__).parent / "REPORT.md"
 GOLDENS: list[dict[str, Any]] = json.loads(make_goldens.GOLDENS.read_text())
 
 
@@ -60,6 +62,22 @@ def test_bf16_says_the_same() -> None:
         for g in GOLDENS
     ]
     assert sum(same) >= len(GOLDENS) - 2
+
+
+def test_the_cheap_part_of_the_report() -> None:
+    """Its table says what comes out when it is done again."""
+    section = REPORT.read_text().split("## The cheap part")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([a-z ,]+) \| (\d+) \| ([\d.]+ %|–) \| ([\d.]+|–) \|$", section, re.M)
+    found = evaluate.cheap(engine("cpu"))
+    counts = {task: count for _, task, count in evaluate.CHEAP}
+    counts |= {"tool call, valid": counts["tool call"], "over all": sum(counts.values())}
+    assert {row[0]: int(row[1]) for row in rows} == counts
+    for task, _, right, loss in rows:
+        if task in found["answers"]:
+            answers = found["answers"][task]
+            assert (answers["of"], f"{100 * answers['right']:.1f} %") == (counts[task], right), task
+        if task != "tool call, valid":
+            assert abs(float(loss) - found["perplexity"][task]) <= 1e-3, task
 
 
 # ---- as a product -------------------------------------------------------------------------------

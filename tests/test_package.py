@@ -62,6 +62,9 @@ def sources() -> list[Path]:
     return [path for path in FILES if path.suffix in TEXT or path.name in named]
 
 
+TITLE = re.compile(r"^#+ (.+)$", re.M)
+
+
 def run(*command: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -107,6 +110,19 @@ def test_files_named_in_the_documents_exist() -> None:
             r"`((?:src|python|tests|benchmarks)/[\w/]+\.\w+)`", (ROOT / document).read_text()
         )
         assert named and set(named) <= paths, set(named) - paths
+
+
+def test_links_between_the_documents_lead_somewhere() -> None:
+    paths = {str(path) for path in FILES}
+    found = 0
+    for document in (path for path in FILES if path.suffix == ".md"):
+        text = (ROOT / document).read_text()
+        titles = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in TITLE.findall(text)}
+        for file, title in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+            target = os.path.normpath(document.parent / file)
+            assert target in paths if file else title in titles, f"{document}: {file}#{title}"
+            found += 1
+    assert found >= 4
 
 
 def test_the_two_commands() -> None:

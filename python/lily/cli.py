@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import lily
-from lily import selftest, terminal
+from lily import bench, selftest, terminal
 from lily.describe import describe
 from lily.engine import DEVICES
 from lily.hub import PACKAGED_MODEL
@@ -220,6 +220,45 @@ def check_device(
     terminal.verdict(report.passed, [failure["check"] for failure in report.failures])
     if report.failures:
         raise typer.Exit(1)
+
+
+@app.command("bench")
+def measure_speed(
+    model: Model = PACKAGED,
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths of the prompts, with commas between.",
+            show_default="256,1024,4096, as far as the model takes them",
+        ),
+    ] = None,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Measure drawn tokens, too, not only the likeliest.")
+    ] = False,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=9, help="How often; from two on, drift shows.")
+    ] = 2,
+    device: Device = "auto",
+    activations: Activations = "bfloat16",
+    revision: Revision = None,
+) -> None:
+    """Measures how fast prompts are read and answers written; prints JSON to paste."""
+    folder = terminal.download(model, revision)
+    lengths = bench.fitting(folder, None if contexts is None else _lengths(contexts))
+    with terminal.bytes_bar("loading") as progress:
+        loaded = bench.load(folder, lengths, device, activations, progress)
+    with terminal.steps_bar() as show:
+        arms = list(bench.ARMS) if sampled else ["greedy"]
+        records = bench.rounds(loaded, lengths, arms, rounds, show)
+    terminal.note("\n".join([bench.table(records), *bench.unsteady(records)]))
+    print(bench.report("the packaged model" if model == PACKAGED else Path(model).name, records))
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"contexts is {text!r}, numbers with commas between are needed") from None
 
 
 def _given(**values: Any) -> Any:

@@ -51,10 +51,8 @@ def load(
     """Downloads and loads a model, each with a bar of bytes when somebody is looking."""
     folder: str | Path = model
     if is_hub_id(model):
-        with _bytes_bar("downloading") as progress:
-            folder = fetch(model, revision=revision, progress=progress)
-        revision = None
-    with _bytes_bar("loading") as progress:
+        folder, revision = download(model, revision), None
+    with bytes_bar("loading") as progress:
         return lily.Engine.load(
             folder,
             device=device,
@@ -63,6 +61,14 @@ def load(
             revision=revision,
             progress=progress,
         )
+
+
+def download(model: str, revision: str | None) -> Path:
+    """The folder of a model; of a hub id with a bar."""
+    if not is_hub_id(model):
+        return fetch(model, revision=revision)
+    with bytes_bar("downloading") as progress:
+        return fetch(model, revision=revision, progress=progress)
 
 
 def stats(done: lily.Completion) -> None:
@@ -126,6 +132,32 @@ def working() -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(rich.markup.escape(what))
 
 
+@contextmanager
+def steps_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar of steps (done, in all, of what), when somebody is looking."""
+    console = _console()
+    if not console.is_terminal:
+        yield lambda done, total, what: None
+        return
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TimeElapsedColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=rich.markup.escape(what)
+        )
+
+
+def note(text: str) -> None:
+    """Lines beside a result, for a person at a terminal."""
+    console = _console()
+    if console.is_terminal:
+        console.out(text, highlight=False)
+
+
 def verdict(passed: int, failed: list[str]) -> None:
     """The end of a self test, for a person at a terminal."""
     console = _console()
@@ -140,7 +172,8 @@ def verdict(passed: int, failed: list[str]) -> None:
 
 
 @contextmanager
-def _bytes_bar(what: str) -> Iterator[Progress | None]:
+def bytes_bar(what: str) -> Iterator[Progress | None]:
+    """A bar of bytes, when somebody is looking."""
     console = _console()
     if not console.is_terminal:
         yield None

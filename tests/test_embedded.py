@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import evaluate
 import jsonschema
 import make_goldens
 
+import data
 import lily
 from kernel_harness import emulated
 from lily.hub import PACKAGED_MODEL
@@ -78,6 +81,43 @@ def test_the_cheap_part_of_the_report() -> None:
             assert (answers["of"], f"{100 * answers['right']:.1f} %") == (counts[task], right), task
         if task != "tool call, valid":
             assert abs(float(loss) - found["perplexity"][task]) <= 1e-3, task
+
+
+def test_any_talk_keeps_its_form() -> None:
+    """What a model that has been trained says, warm: with tools, a schema, stop strings, cut short."""
+    rng = random.Random(4)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [7, None]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    seen: Counter[str] = Counter()
+    for i, make in enumerate((data.tools, data.as_json, data.facts, data.story) * 5):
+        sample = data.draw_of(make, rng, held=True)
+        messages = sample.messages[:-1] or [data.user("Tell me a story about an owl.")]
+        options: dict[str, Any] = {"seed": i, "stop": rng.choice([None, [". The", "}"], ["e"]])}
+        options["max_tokens"] = rng.choice([4, 40, 150])
+        if make is data.as_json:
+            options |= {"response_format": form, "stop": None}
+        asked = {"tools": sample.tools, "thinking": rng.random() < 0.5, **options}
+        stream = engine("cpu").stream_chat(messages, **asked)
+        tokens = list(stream)
+        done = engine("cpu").chat(messages, **asked)
+        calls = [(call.name, call.arguments) for call in done.tool_calls]
+        assert [(c.tool_call.name, c.tool_call.arguments) for c in tokens if c.tool_call] == calls
+        for kind, text in (("content", done.text), ("reasoning", done.reasoning)):
+            assert "".join(t.text for t in tokens if t.kind == kind) == text
+            assert not re.search(r"</?think>|<\|", text)
+        assert tokens[-1].finish_reason == done.finish_reason == stream.completion.finish_reason
+        assert not any(stop in done.text for stop in options["stop"] or [])
+        assert {name for name, _ in calls} <= {t["function"]["name"] for t in sample.tools}
+        if make is data.as_json and done.finish_reason == "stop":
+            jsonschema.validate(json.loads(done.text), schema)
+            seen["schema"] += 1
+        seen.update([done.finish_reason, "stop string" if done.stop_string else "none"])
+    assert min(seen[x] for x in ("stop", "length", "tool_calls", "stop string", "schema")) >= 1
 
 
 # ---- as a product -------------------------------------------------------------------------------

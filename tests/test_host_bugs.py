@@ -25,6 +25,13 @@ def test_there_are_enough_of_them() -> None:
     assert len({bug.name for bug in host_bugs.BUGS}) == len(host_bugs.BUGS) >= 25
 
 
+def test_what_does_not_load_is_no_clean_run(tmp_path: Path) -> None:
+    """Neither would be a build in which no test runs."""
+    (tmp_path / "lily").mkdir()
+    (tmp_path / "lily/__init__.py").write_text("raise ImportError('planted')\n")
+    assert host_bugs.outcome(tmp_path, 300)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_bug_is_found() -> None:

@@ -33,10 +33,13 @@ BROKEN = {
     "offset_of_device_memory": ("offset alignment", "offset 2 at index 0"),
     "offset_of_constants": ("offset alignment", "offset 16 at index 2, must be a multiple of 256"),
     "index_31": ("argument index", "buffer 31, the last is 30"),
+    "offset_for_nothing": ("argument index", "an offset for index 3, where no buffer is bound"),
+    "bytes_31": ("argument index", "bytes 31, the last is 30"),
     "nothing_bound": ("missing argument", "nothing is bound at index 1"),
     "many_bytes": ("setBytes", "4097 bytes, 1 to 4096"),
     "threads_2048": ("threadgroup size", "2048 threads a group, 1 to 1024"),
     "threads_33": ("threadgroup size", "33 threads a group, no multiple of 32"),
+    "ragged_group": ("threadgroup size", "a ragged last group"),
     "no_groups": ("grid", "without groups"),
     "threadgroup_length": ("threadgroup memory", "32784 bytes"),
     "large_group": ("kernel fault", "threadgroup memory: 32784 bytes in all, the limit is 32768"),
@@ -44,9 +47,13 @@ BROKEN = {
     "no_length": ("buffer length", "0 bytes"),
     "page_alignment": ("page alignment", "multiples of 16384"),
     "fast_math": ("math mode", "fast math"),
+    "fast_functions": ("math mode", "fast functions"),
+    "no_function": ("pipeline", "a pipeline without a function"),
     "not_committed_to_set": ("residency", "is bound and in no residency set as committed"),
     "never_requested": ("residency", "was never requested"),
     "address_not_in_set": ("kernel fault", "out of bounds"),
+    "address_used_for_reading": ("kernel fault", "declared as read only"),
+    "sets_33": ("residency", "a queue takes at most 32 residency sets"),
     "address_not_used": ("kernel fault", "out of bounds"),
     "dispatch_after_end": ("encoder state", "dispatch after endEncoding"),
     "end_twice": ("encoder state", "endEncoding after endEncoding"),
@@ -54,6 +61,9 @@ BROKEN = {
     "commit_open": ("encoder state", "commit while an encoder is open"),
     "commit_twice": ("encoder state", "a second commit"),
     "handler_after_commit": ("encoder state", "a handler after commit"),
+    "scheduled_handler_after_commit": ("encoder state", "a handler after commit"),
+    "encoder_after_commit": ("encoder state", "an encoder after commit"),
+    "signal_after_commit": ("encoder state", "encodeSignalEvent after commit"),
     "signal_inside": ("encoder state", "encodeSignalEvent while an encoder is open"),
     "encoder_dropped": ("encoder state", "released without endEncoding"),
     "no_pipeline": ("encoder state", "dispatch without a pipeline"),
@@ -78,6 +88,7 @@ BROKEN = {
     "pipeline_released": ("use after release", "pipeline 'copy_words' was released while 1"),
     "address_released": ("kernel fault", "out of bounds"),
     "no_pool": ("autorelease pool", "was called with no pool in place"),
+    "string_without_pool": ("autorelease pool", "UTF8String was called with no pool in place"),
 }
 # Broken when the command buffer is on its way already, or no command buffer is concerned.
 NOT_IN_ERROR = {
@@ -87,9 +98,16 @@ NOT_IN_ERROR = {
     "no_length",
     "page_alignment",
     "fast_math",
+    "fast_functions",
+    "no_function",
+    "sets_33",
+    "scheduled_handler_after_commit",
+    "encoder_after_commit",
+    "signal_after_commit",
     "wait_before_commit",
     "all_command_buffers",
     "no_pool",
+    "string_without_pool",
 }
 
 
@@ -246,6 +264,28 @@ def test_a_failed_command_buffer_leaves_a_whole_session(
             session.step()
     named = STEP.search(str(caught.value))
     assert named and int(named[1]) == code, caught.value
+    assert session.position == 12 and session.snapshots == [12]
+    assert session.sync(IDS[:30]) == 12
+    assert [session.step().id for _ in range(2)] == want[:2]
+    del session, caught
+    assert _objects(metal) == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"), [("no_command_buffer", "command buffer"), ("no_encoder", "encoder")]
+)
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_nothing_to_encode_into_leaves_a_whole_session(
+    metal: SoftwareMetal, model: _core.Engine, want: list[int], fault: str, what: str, when: str
+) -> None:
+    before = _objects(metal)
+    session = _session(model)
+    metal.inject(fault)
+    said = rf"^metal: .*steps \d+ to \d+: Metal gives no {what}"
+    with pytest.raises(lily.DeviceError, match=said) as caught:
+        if when == "prefill":
+            session.sync(IDS[:30])
+        session.step()
     assert session.position == 12 and session.snapshots == [12]
     assert session.sync(IDS[:30]) == 12
     assert [session.step().id for _ in range(2)] == want[:2]

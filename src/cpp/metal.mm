@@ -673,15 +673,16 @@ class MetalDevice final : public Device {
     descriptor.retainedReferences = NO;  // the flight holds all of it
     descriptor.errorOptions = MTLCommandBufferErrorOptionEncoderExecutionStatus;
     id<MTLCommandBuffer> buffer = [gpu_->queue commandBufferWithDescriptor:descriptor];
+    const std::string where = concat(program.list.label, ": ", text(part.label));
     if (!buffer) {
-      tickets_->fail(flight->ticket, concat(program.list.label, ": Metal gives no command buffer"));
+      tickets_->fail(flight->ticket, concat(where, ": Metal gives no command buffer"));
       return;
     }
-    buffer.label = ns(concat(program.list.label, ": ", text(part.label)));
+    buffer.label = ns(where);
     id<MTLComputeCommandEncoder> encoder =
         [buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent];
     if (!encoder) {
-      tickets_->fail(flight->ticket, concat(program.list.label, ": Metal gives no encoder"));
+      tickets_->fail(flight->ticket, concat(where, ": Metal gives no encoder"));
       return;
     }
     encoder.label = buffer.label;

@@ -59,6 +59,7 @@ static void wants_pool(const char* what) {
     }
     usleep(200);
   }
+  if (fault_due(Fault::no_command_buffer)) return nil;
   SoftwareCommandBuffer* made = [[SoftwareCommandBuffer alloc] init];
   made->queue = self;
   made->buffer = std::make_shared<CommandBuffer>();
@@ -135,13 +136,15 @@ static void wants_pool(const char* what) {
   wants_pool("computeCommandEncoder");
   if (open) [self broke:"encoder state" what:"a second encoder while one is open"];
   if (committed) [self broke:"encoder state" what:"an encoder after commit"];
+  if (fault_due(Fault::no_encoder)) return nil;
+  if (type == MTLDispatchTypeSerial) count(Count::serial_encoders);
   SoftwareEncoder* made = [[SoftwareEncoder alloc] init];
   made->owner = self;
   made->encoder = std::make_shared<Encoder>();
   made->encoder->owner = buffer.get();
   made->encoder->concurrent = type == MTLDispatchTypeConcurrent;
   if (last_event) made->encoder->before.push_back(last_event);
-  buffer->encoders.push_back(made->encoder);
+  if (!committed) buffer->encoders.push_back(made->encoder);
   open = made;
   return made;
 }
@@ -153,7 +156,7 @@ static void wants_pool(const char* what) {
   if (committed) [self broke:"encoder state" what:concat(what, " after commit")];
   auto node = std::make_shared<Node>();
   node->owner = buffer.get();
-  buffer->nodes.push_back(node);
+  if (!committed) buffer->nodes.push_back(node);
   return node;
 }
 - (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value {
@@ -201,6 +204,7 @@ static void wants_pool(const char* what) {
   if (open) [self broke:"encoder state" what:"commit while an encoder is open"];
   [self snapshot_residency];
   count(Count::command_buffers);
+  if (buffer->label.empty()) count(Count::unlabelled);
   committed = true;
   for (MTLCommandBufferHandler handler : std::exchange(scheduled_handlers, {})) handler(self);
   SoftwareCommandBuffer* me = self;
@@ -407,12 +411,12 @@ static void wants_pool(const char* what) {
   }
 }
 // https://developer.apple.com/documentation/metal/mtlcomputecommandencoder/useresource(_:usage:): what
-// kernels reach by address alone.
+// kernels reach by address alone, and whether they may write it.
 - (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
   if (![self usable:"useResource"]) return;
   auto* given = static_cast<SoftwareBuffer*>(resource);
   [owner needs:given resource:given->memory];
-  encoder->used.insert(given->memory);
+  encoder->used[given->memory] |= (usage & MTLResourceUsageWrite) != 0;
   if (given->memory->tracked)
     encoder->tracked[given->memory] |= (usage & MTLResourceUsageWrite) != 0;
 }
@@ -565,6 +569,7 @@ static void wants_pool(const char* what) {
 - (void)endEncoding {
   if (![self usable:"endEncoding"]) return;
   ended = true;
+  if (encoder->label.empty()) count(Count::unlabelled);
   owner->open = nil;
 }
 - (void)dealloc {

@@ -59,10 +59,12 @@ static void give(NSError* __autoreleasing* to, NSString* domain, NSInteger code,
   BOOL preserveInvariance_;
   NSUInteger maxTotalThreadsPerThreadgroup_;
 }
-// https://developer.apple.com/documentation/metal/mtlcompileoptions: fast math is the default.
+// https://developer.apple.com/documentation/metal/mtlcompileoptions: fast math is the default, with fast
+// functions.
 - (instancetype)init {
   fastMathEnabled_ = YES;
   mathMode_ = MTLMathModeFast;
+  mathFloatingPointFunctions_ = MTLMathFloatingPointFunctionsFast;
   return self;
 }
 STORED(MTLLanguageVersion, languageVersion, LanguageVersion)
@@ -392,7 +394,7 @@ static std::string archive_key(const SoftwareFunction* f) {
 @end
 @implementation SoftwareDevice
 - (NSString*)name {
-  return @"Software Metal";
+  return ns(concat("Software Metal of family Apple", apple_family()));
 }
 - (uint64_t)registryID {
   return 1;
@@ -438,6 +440,7 @@ static std::string archive_key(const SoftwareFunction* f) {
   // https://developer.apple.com/documentation/metal/mtlhazardtrackingmode: buffers are tracked unless
   // asked for otherwise.
   const bool tracked = !(options & MTLResourceHazardTrackingModeUntracked);
+  if (tracked) count(Count::tracked_buffers);
   buffer->memory = std::make_shared<Memory>(length, tracked, foreign);
   buffer->options = options;
   return buffer;
@@ -495,6 +498,9 @@ static std::string archive_key(const SoftwareFunction* f) {
   // What runs here was compiled without fast math: with it the text means something else.
   const bool fast = major >= 15 ? options.mathMode != MTLMathModeSafe : options.fastMathEnabled;
   if (fast) broken_rule("math mode", "the kernel text is compiled with fast math");
+  if (major >= 15 && options.mathFloatingPointFunctions != MTLMathFloatingPointFunctionsPrecise) {
+    broken_rule("math mode", "the kernel text is compiled with fast functions");
+  }
   CompiledText compiled = compile(text(source));
   if (fault_due(Fault::compile)) {
     compiled.text = nullptr;

@@ -319,15 +319,16 @@ std::optional<sim::Call> Gpu::prepare(const NodeRef& node, const Dispatch& d) {
       call.params_size = binding.memory->bytes - binding.offset;
     }
   }
-  const auto resident = [&](const MemoryRef& m) {
+  const auto resident = [&](const MemoryRef& m, bool written) {
     if (m->released) return;
     const auto bound = reachable.find(m.get());
-    reach(m, 0, bound == reachable.end() ? lily::Access::read_write : bound->second.access);
+    const lily::Access access = written ? lily::Access::read_write : lily::Access::read;
+    reach(m, 0, bound == reachable.end() ? access : bound->second.access);
   };
   for (const Residents& set : buffer->residents) {
-    for (const MemoryRef& m : *set) resident(m);
+    for (const MemoryRef& m : *set) resident(m, true);
   }
-  for (const MemoryRef& m : node->encoder->used) resident(m);
+  for (const auto& [memory, written] : node->encoder->used) resident(memory, written);
   for (auto& [memory, declared] : reachable) call.declared.push_back(std::move(declared));
   return call;
 }
@@ -562,6 +563,7 @@ void commit(const CommandBufferRef& buffer) {
   buffer->nodes.push_back(end);
   const bool was_idle = g.in_flight.empty();
   g.in_flight.push_back(buffer);
+  count_most(Count::most_in_flight, long(g.in_flight.size()));
   if (was_idle) g.progress = now();
   long code = 0;
   if (fault_due(Fault::command_buffer, &code)) buffer->fault = code ? code : 1;

@@ -162,7 +162,7 @@ struct Encoder {
   std::string label;
   bool concurrent = false;
   std::vector<std::string> signposts;
-  std::set<MemoryRef> used;           // useResource
+  std::map<MemoryRef, bool> used;     // useResource; whether it may be written
   std::map<MemoryRef, bool> tracked;  // tracked memory it binds or uses; whether it may write it
   // A new node is after `before` (what the last barrier closed) and `waits` (fences since then).
   std::vector<NodeRef> before, waits, open;  // open: the nodes since the last barrier

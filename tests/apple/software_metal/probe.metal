@@ -19,6 +19,15 @@ KERNEL(chase)(IN(Place, place, 0), OUT(uint, to, 1) IDS) {
   to[tid] = place->words[tid];
 }
 
+// Writes words through an address.
+struct Target {
+  device uint* words;
+};
+KERNEL(deliver)(IN(Target, place, 0), IN(uint, from, 1) IDS) {
+  READ_IDS
+  place->words[tid] = from[tid];
+}
+
 // Needs more threadgroup memory than there is.
 KERNEL(large_group)(OUT(float, to, 0) IDS) {
   READ_IDS

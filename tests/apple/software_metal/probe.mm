@@ -55,6 +55,7 @@ struct Bench {
     made.languageVersion = MTLLanguageVersion3_1;
     made.fastMathEnabled = NO;
     made.mathMode = MTLMathModeSafe;
+    made.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
     return made;
   }
   id<MTLComputePipelineState> pipeline(const char* name) {
@@ -228,6 +229,28 @@ void chase(Bench& t, id<MTLComputeCommandEncoder> e, id<MTLBuffer> target) {
   t.dispatch(e);
 }
 
+// A kernel writes to an address in `target`.
+void deliver(Bench& t, id<MTLComputeCommandEncoder> e, id<MTLBuffer> target) {
+  id<MTLBuffer> place = t.buffer(16);
+  const uint64_t address = target.gpuAddress;
+  std::memcpy(place.contents, &address, sizeof address);
+  [e setComputePipelineState:t.pipeline("deliver")];
+  [e setBuffer:place offset:0 atIndex:0];
+  [e setBuffer:t.words(9) offset:0 atIndex:1];
+  t.dispatch(e);
+}
+// Without residency sets.
+void deliver_to_used(MTLResourceUsage usage) {
+  Bench t(false);
+  id<MTLBuffer> target = t.words(7);
+  id<MTLCommandBuffer> all = t.commands("delivers");
+  id<MTLComputeCommandEncoder> e = t.encoder(all);
+  [e useResource:target usage:usage];
+  deliver(t, e, target);
+  [e endEncoding];
+  t.finish(all);
+}
+
 using Case = void (*)();
 const std::map<std::string, Case> kCases = {
     // ---- all rules kept ----
@@ -296,6 +319,8 @@ const std::map<std::string, Case> kCases = {
        [e endEncoding];
        t.finish(all);
      }},
+    {"clean_use_resource_to_write",
+     [] { deliver_to_used(MTLResourceUsageRead | MTLResourceUsageWrite); }},
     {"clean_resident_address",
      [] {
        Bench t;
@@ -345,6 +370,19 @@ const std::map<std::string, Case> kCases = {
        Bench t;
        t.one([&](id<MTLComputeCommandEncoder> e) { [e setBuffer:t.kept[0] offset:0 atIndex:31]; });
      }},
+    {"offset_for_nothing",
+     [] {
+       Bench t;
+       t.one([](id<MTLComputeCommandEncoder> e) { [e setBufferOffset:0 atIndex:3]; });
+     }},
+    {"bytes_31",
+     [] {
+       Bench t;
+       t.one([](id<MTLComputeCommandEncoder> e) {
+         const uint32_t word = 1;
+         [e setBytes:&word length:sizeof word atIndex:31];
+       });
+     }},
     {"nothing_bound",
      [] {
        Bench t;
@@ -367,6 +405,13 @@ const std::map<std::string, Case> kCases = {
      [] {
        Bench t;
        t.one([](id<MTLComputeCommandEncoder>) {}, 1, 33);
+     }},
+    {"ragged_group",
+     [] {
+       Bench t;
+       t.one([](id<MTLComputeCommandEncoder> e) {
+         [e dispatchThreads:MTLSizeMake(40, 1, 1) threadsPerThreadgroup:MTLSizeMake(32, 1, 1)];
+       });
      }},
     {"no_groups",
      [] {
@@ -419,7 +464,20 @@ const std::map<std::string, Case> kCases = {
        Bench t;
        MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
        options.languageVersion = MTLLanguageVersion3_1;
+       options.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
        (void)[t.device newLibraryWithSource:@"" options:options error:nil];
+     }},
+    {"fast_functions",
+     [] {
+       Bench t;
+       MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
+       options.mathMode = MTLMathModeSafe;
+       (void)[t.device newLibraryWithSource:@"" options:options error:nil];
+     }},
+    {"no_function",
+     [] {
+       Bench t;
+       if (t.pipeline("of_another_library")) std::printf("a pipeline of nothing\n");
      }},
 
     // ---- residency ----
@@ -450,6 +508,18 @@ const std::map<std::string, Case> kCases = {
        chase(t, e, target);
        [e endEncoding];
        t.finish(all);
+     }},
+    {"address_used_for_reading", [] { deliver_to_used(MTLResourceUsageRead); }},
+    {"sets_33",
+     [] {
+       Bench t;
+       for (int i = 0; i < 32; ++i) {
+         [t.queue
+             addResidencySet:[t.device
+                                 newResidencySetWithDescriptor:[[MTLResidencySetDescriptor alloc]
+                                                                   init]
+                                                         error:nil]];
+       }
      }},
     {"address_not_used",
      [] {
@@ -516,6 +586,32 @@ const std::map<std::string, Case> kCases = {
        [all addCompletedHandler:^(id<MTLCommandBuffer>) {
          std::printf("the handler ran\n");
        }];
+       t.report(all);
+     }},
+    {"scheduled_handler_after_commit",
+     [] {
+       Bench t;
+       id<MTLCommandBuffer> all = t.commands("handled");
+       [all commit];
+       [all addScheduledHandler:^(id<MTLCommandBuffer>) {
+         std::printf("the handler ran\n");
+       }];
+       t.report(all);
+     }},
+    {"encoder_after_commit",
+     [] {
+       Bench t;
+       id<MTLCommandBuffer> all = t.commands("late");
+       [all commit];
+       [t.encoder(all) endEncoding];
+       t.report(all);
+     }},
+    {"signal_after_commit",
+     [] {
+       Bench t;
+       id<MTLCommandBuffer> all = t.commands("late");
+       [all commit];
+       [all encodeSignalEvent:t.gate value:3];
        t.report(all);
      }},
     {"signal_inside",
@@ -743,6 +839,15 @@ const std::map<std::string, Case> kCases = {
        std::thread([] {
          Bench t;
          t.finish(t.commands("poolless"));
+       }).join();
+     }},
+    {"string_without_pool",
+     [] {
+       std::thread([] {
+         NSString* name = [[NSString alloc] initWithBytes:"abc"
+                                                   length:3
+                                                 encoding:NSUTF8StringEncoding];
+         (void)name.UTF8String;
        }).join();
      }},
 };

@@ -33,8 +33,9 @@ State& state() {
   return *only;
 }
 
-constexpr std::string_view kCounts[] = {"dispatches", "barriers", "command_buffers",
-                                        "pipelines_compiled", "pipelines_loaded"};
+constexpr std::string_view kCounts[] = {"dispatches",         "barriers",         "command_buffers",
+                                        "pipelines_compiled", "pipelines_loaded", "serial_encoders",
+                                        "tracked_buffers",    "unlabelled",       "most_in_flight"};
 std::atomic<long> counts[std::size(kCounts)];
 
 struct Name {
@@ -50,7 +51,9 @@ constexpr Name kNames[kFaults] = {{"allocation", Fault::allocation},
                                   {"no_device", Fault::no_device},
                                   {"no_queue", Fault::no_queue},
                                   {"no_residency_set", Fault::no_residency_set},
-                                  {"no_event", Fault::no_event}};
+                                  {"no_event", Fault::no_event},
+                                  {"no_command_buffer", Fault::no_command_buffer},
+                                  {"no_encoder", Fault::no_encoder}};
 
 // Needs the mutex.
 bool add_fault(std::string_view text, int skip) {
@@ -119,6 +122,11 @@ bool fault_due(Fault fault, long* code) {
 }
 
 void count(Count what) { ++counts[size_t(what)]; }
+void count_most(Count what, long n) {
+  std::atomic<long>& most = counts[size_t(what)];
+  for (long old = most; old < n && !most.compare_exchange_weak(old, n);) {
+  }
+}
 
 std::pair<long, long> macos_version() {
   const char* text = std::getenv("SOFTWARE_METAL_MACOS");

@@ -28,14 +28,28 @@ enum class Fault {
   no_device,
   no_queue,
   no_residency_set,
-  no_event
+  no_event,  // and no fence
+  no_command_buffer,
+  no_encoder
 };
-constexpr int kFaults = 10;
+constexpr int kFaults = 12;
 // True when this call is the one that was asked to fail; `code` is what came with the fault.
 bool fault_due(Fault fault, long* code = nullptr);
 
-enum class Count { dispatches, barriers, command_buffers, pipelines_compiled, pipelines_loaded };
+enum class Count {
+  dispatches,
+  barriers,
+  command_buffers,
+  pipelines_compiled,
+  pipelines_loaded,
+  // No rule of Metal's, but what the device promises of itself.
+  serial_encoders,
+  tracked_buffers,
+  unlabelled,     // command buffers and encoders
+  most_in_flight  // command buffers committed and not complete, at any time
+};
 void count(Count what);
+void count_most(Count what, long n);
 
 // ---- the machine that is played -----------------------------------------------------------------
 std::pair<long, long> macos_version();  // SOFTWARE_METAL_MACOS, "26.0" unless set
@@ -67,8 +81,7 @@ SOFTWARE_METAL_API int software_metal_inject(const char* fault, int skip);
 SOFTWARE_METAL_API int software_metal_faults_left();
 // A device that was lost is back.
 SOFTWARE_METAL_API void software_metal_repair();
-// How often something happened: "dispatches", "barriers", "command_buffers", "pipelines_compiled",
-// "pipelines_loaded"; -1 for an unknown name.
+// How often something happened: "dispatches" and the others of Count; -1 for an unknown name.
 SOFTWARE_METAL_API long software_metal_count(const char* what);
 // Living Objective-C objects, classes and literals apart.
 SOFTWARE_METAL_API long software_metal_objects();

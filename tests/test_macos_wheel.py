@@ -225,7 +225,7 @@ def test_what_is_inside(wheel: Wheel) -> None:
     assert len(texts) > 8
     for path in texts:
         assert path.read_bytes() in wheel.image, path.name
-    for path in (ROOT / "src/metal/clang").iterdir():
+    for path in filter(Path.is_file, (ROOT / "src/metal/clang").rglob("*")):
         first = path.read_text().splitlines()[0].encode()
         assert first not in wheel.image, path.name
     symbols = "\n".join(symbol.name for symbol in wheel.macho.symbols)

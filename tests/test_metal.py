@@ -519,6 +519,7 @@ def test_an_archive_that_fails_is_no_error(
         used()
     software.inject(fault)
     used()
+    assert len(list(cache.iterdir())) == (fault == "archive_read")  # no half of one stays
     used()
     assert len(list(cache.iterdir())) == 1
 

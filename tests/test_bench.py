@@ -365,7 +365,7 @@ def test_in_a_terminal_it_shows_a_bar_and_a_table(tmp_path: Path) -> None:
     arguments = ["bench", "--model", MODEL, "--device", "cpu", "--contexts", "24"]
     opened = Terminal(*arguments, home=tmp_path)
     try:
-        opened.wait_for(r"24 tokens, greedy, 2 of 2")
+        opened.wait_for(r"24 tokens, greedy, 2 of 2", 60)
         opened.wait_for(r"engine +arm +context")
         opened.wait_for(r"lily +greedy +24 ")
         opened.wait_for(r'"records": \[')

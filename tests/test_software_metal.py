@@ -74,6 +74,8 @@ BROKEN = {
     "barrier_too_early": ("missing barrier", "with no barrier between them"),
     "write_after_read": ("missing barrier", "byte 1020 of buffer"),
     "write_after_write": ("missing barrier", "overwrites what"),
+    "resource_barrier_too_early": ("missing barrier", "with no barrier between them"),
+    "tracked_reached_by_address": ("missing order", "with no fence or event between them"),
     "missing_fence": ("missing order", "with no fence or event between them"),
     "fence_not_waited_for": ("missing order", "with no fence or event between them"),
     "fence_not_updated": ("missing order", "with no fence or event between them"),

@@ -192,7 +192,19 @@ void chain(
   t.finish(all);
   t.expect(c, 100);
 }
-// The same in two command buffers in flight.
+// A barrier before the copies a -> b -> c.
+void early(const std::function<void(id<MTLComputeCommandEncoder>, id<MTLBuffer>)>& barrier) {
+  Bench t;
+  id<MTLBuffer> a = t.words(1), b = t.buffer(), c = t.buffer();
+  id<MTLCommandBuffer> all = t.commands("early");
+  id<MTLComputeCommandEncoder> e = t.encoder(all);
+  barrier(e, b);
+  t.copy(e, a, b);
+  t.copy(e, b, c);
+  [e endEncoding];
+  t.finish(all);
+}
+// The copies of chain() in two command buffers in flight.
 void relay(MTLResourceOptions how,
            const std::function<void(Bench&, id<MTLComputeCommandEncoder>, int, bool)>& fence = {},
            const std::function<void(Bench&, id<MTLCommandBuffer>, int, bool)>& event = {}) {
@@ -218,26 +230,19 @@ void hand_over(Bench& t, id<MTLComputeCommandEncoder> e, int i, bool after) {
   if (i == 1 && !after) [e waitForFence:t.fence];
 }
 
-// A kernel follows an address into `target`.
-void chase(Bench& t, id<MTLComputeCommandEncoder> e, id<MTLBuffer> target) {
+// A kernel follows an address into `target`: reads there, or writes.
+void reach(Bench& t, id<MTLComputeCommandEncoder> e, id<MTLBuffer> target, const char* kernel,
+           id<MTLBuffer> other) {
   id<MTLBuffer> place = t.buffer(16);
   const uint64_t address = target.gpuAddress;
   std::memcpy(place.contents, &address, sizeof address);
-  [e setComputePipelineState:t.pipeline("chase")];
+  [e setComputePipelineState:t.pipeline(kernel)];
   [e setBuffer:place offset:0 atIndex:0];
-  [e setBuffer:t.buffer() offset:0 atIndex:1];
+  [e setBuffer:other offset:0 atIndex:1];
   t.dispatch(e);
 }
-
-// A kernel writes to an address in `target`.
-void deliver(Bench& t, id<MTLComputeCommandEncoder> e, id<MTLBuffer> target) {
-  id<MTLBuffer> place = t.buffer(16);
-  const uint64_t address = target.gpuAddress;
-  std::memcpy(place.contents, &address, sizeof address);
-  [e setComputePipelineState:t.pipeline("deliver")];
-  [e setBuffer:place offset:0 atIndex:0];
-  [e setBuffer:t.words(9) offset:0 atIndex:1];
-  t.dispatch(e);
+void chase(Bench& t, id<MTLComputeCommandEncoder> e, id<MTLBuffer> target) {
+  reach(t, e, target, "chase", t.buffer());
 }
 // Without residency sets.
 void deliver_to_used(MTLResourceUsage usage) {
@@ -246,7 +251,7 @@ void deliver_to_used(MTLResourceUsage usage) {
   id<MTLCommandBuffer> all = t.commands("delivers");
   id<MTLComputeCommandEncoder> e = t.encoder(all);
   [e useResource:target usage:usage];
-  deliver(t, e, target);
+  reach(t, e, target, "deliver", t.words(9));
   [e endEncoding];
   t.finish(all);
 }
@@ -687,17 +692,27 @@ const std::map<std::string, Case> kCases = {
      }},
     {"barrier_too_early",
      [] {
-       Bench t;
-       id<MTLBuffer> a = t.words(1), b = t.buffer(), c = t.buffer();
-       id<MTLCommandBuffer> all = t.commands("early");
-       id<MTLComputeCommandEncoder> e = t.encoder(all);
-       [e memoryBarrierWithScope:MTLBarrierScopeBuffers];
-       t.copy(e, a, b);
-       t.copy(e, b, c);
-       [e endEncoding];
-       t.finish(all);
+       early([](id<MTLComputeCommandEncoder> e, id<MTLBuffer>) {
+         [e memoryBarrierWithScope:MTLBarrierScopeBuffers];
+       });
+     }},
+    {"resource_barrier_too_early",
+     [] {
+       early([](id<MTLComputeCommandEncoder> e, id<MTLBuffer> b) {
+         id<MTLResource> list[] = {b};
+         [e memoryBarrierWithResources:list count:1];
+       });
      }},
     {"missing_fence", [] { relay(kUntracked); }},
+    {"tracked_reached_by_address",  // Metal does not see the second use
+     [] {
+       Bench t;
+       id<MTLBuffer> a = t.words(100), b = t.buffer(kBytes, MTLResourceStorageModeShared);
+       t.two([&](id<MTLComputeCommandEncoder> e, int i) {
+         if (i == 0) t.copy(e, a, b);
+         else chase(t, e, b);
+       });
+     }},
     {"fence_not_waited_for",
      [] {
        relay(kUntracked, [](Bench& t, id<MTLComputeCommandEncoder> e, int i, bool after) {

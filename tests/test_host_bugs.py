@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import host_bugs
@@ -30,6 +32,31 @@ def test_what_does_not_load_is_no_clean_run(tmp_path: Path) -> None:
     (tmp_path / "lily").mkdir()
     (tmp_path / "lily/__init__.py").write_text("raise ImportError('planted')\n")
     assert host_bugs.outcome(tmp_path, 300)
+
+
+def test_an_editable_lily_is_not_the_one_that_is_tested(tmp_path: Path) -> None:
+    """Its finder answers before PYTHONPATH does."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "editable.py").write_text(
+        "import importlib.util, sys\n"
+        "class ScikitBuildRedirectingFinder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'lily':\n"
+        "            return importlib.util.spec_from_file_location(name, __file__)\n"
+        "sys.meta_path.insert(0, ScikitBuildRedirectingFinder())\n"
+    )
+    (site / "editable.pth").write_text("import editable\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/lily.py").write_text("")
+    found = []
+    for places in (["package"], ["package", ROOT / "tests/apple/software_metal"]):
+        where = os.pathsep.join(str(tmp_path / place) for place in places)
+        command = [tmp_path / "venv/bin/python", "-c", "import lily; print(lily.__file__)"]
+        environment = os.environ | {"PYTHONPATH": where}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found.append(Path(done.stdout.strip()).name)
+    assert found == ["editable.py", "lily.py"]
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ class Builder:
 
 def outcome(folder: Path, seconds: float) -> str:
     """What the tests say of the package in `folder`; empty when all of them pass."""
-    where = os.pathsep.join([str(folder), str(ROOT / "tests")])
+    where = os.pathsep.join(map(str, (folder, ROOT / "tests", ROOT / "tests/apple/software_metal")))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
     # The main thread may hang in C++. No test alone takes a third of them all.
     command += ["--timeout-method", "thread", "--timeout", str(seconds / SLOWEST)]

@@ -72,6 +72,18 @@ def test_exact_is_one_define_at_the_start(file: str) -> None:
     assert exact == "#define LILY_EXACT 1\n" + plain
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_tensor_operations_are_one_define_too(file: str) -> None:
+    for exact in (False, True):
+        plain, tensor = (
+            _core.metal_source(file, exact),
+            _core.metal_source(file, exact, tensor=True),
+        )
+        exact_define = "#define LILY_EXACT 1\n" if exact else ""
+        define = exact_define + "#define LILY_TILE_TENSOR 1\n"
+        assert tensor == define + plain.removeprefix(exact_define)
+
+
 def test_an_unknown_file_is_refused() -> None:
     with pytest.raises(LilyError, match=r"no kernel file nosuch\.metal"):
         _core.metal_source("nosuch", False)

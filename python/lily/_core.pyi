@@ -34,7 +34,7 @@ class DeviceStatus:
 def metal_files() -> list[str]:
     """The kernel files that Apple's compiler is given."""
 
-def metal_source(file: str, exact: bool) -> str:
+def metal_source(file: str, exact: bool, tensor: bool = False) -> str:
     """Such a file's text with its headers in place; see LILY_METAL_SOURCE."""
 
 def devices() -> list[DeviceStatus]:
@@ -57,6 +57,9 @@ class Kernels:
     """Single ops by name on one device, for tests and benchmarks."""
 
     def __init__(self, device: str, exact: bool) -> None: ...
+
+    @property
+    def description(self) -> str: ...
 
     def buffer(self, nbytes: int, label: str) -> KernelBuffer: ...
 

@@ -296,6 +296,7 @@ def _operations(
         if result is not None:
             results[case["name"]] = result
     report.values.setdefault("kernels_ms_error", {})[mode] = results
+    report.values.setdefault("device_after", {})[mode] = bench.kernels.description  # with its tile
 
 
 # ---- a model -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <map>
 
 #include "device.h"
@@ -16,6 +17,7 @@
 #include "metal_split.h"
 #include "metal_text.h"
 #include "metal_tickets.h"
+#include "metal_tile.h"
 #include "ops.h"
 
 #if !__has_feature(objc_arc)
@@ -198,29 +200,35 @@ std::shared_ptr<MetalBuffer> make_buffer(const std::shared_ptr<Gpu>& gpu, size_t
 
 // The kernels of one mode: all libraries at the first call, a pipeline when a program needs it. What
 // the GPU's compiler made is kept in an archive in the user's cache; what that lacks is made anew. A
-// file that does not compile fails the programs that need a kernel of it, and no others.
+// file that does not compile fails the programs that need a kernel of it, and no others. Kernels with
+// a tile are there in both forms.
 class Pipelines {
  public:
   Pipelines(std::shared_ptr<Gpu> gpu, bool exact) : gpu_(std::move(gpu)), exact_(exact) {}
 
   // By variant, for every launch of the list.
-  std::map<uint16_t, id<MTLComputePipelineState>> get(const CommandList& list) {
+  std::map<uint16_t, id<MTLComputePipelineState>> get(const CommandList& list, TileForm form) {
     const std::lock_guard lock(mutex_);
-    if (libraries_.empty() && !list.launches.empty()) load();
+    if (plain_.by_kernel.empty() && !list.launches.empty()) load();
+    const bool tensor = form == TileForm::tensor;
+    if (tensor && tensor_.by_kernel.empty()) load_tensor();
     std::map<uint16_t, id<MTLComputePipelineState>> wanted;
     for (const Launch& l : list.launches) wanted[l.variant] = nil;
     std::vector<Build> builds;
     for (auto& [variant, pipeline] : wanted) {
-      const auto found = built_.find(variant);
-      if (found != built_.end()) pipeline = found->second;
-      else builds.push_back({variant, variants()[variant].name, nil, nil, false, ""});
+      const std::string name = variants()[variant].name;
+      Libraries& from = tensor && tensor_.by_kernel.count(name) ? tensor_ : plain_;
+      const auto found = from.built.find(variant);
+      if (found != from.built.end()) pipeline = found->second;
+      else builds.push_back({variant, name, &from, nil, nil, false, ""});
     }
     in_parallel(builds, [this](Build& b) { build(b); });
     bool grown = false;
     for (Build& b : builds) {
-      if (!b.pipeline && !broken_.empty()) libraries_.clear();  // compiled anew when asked again
+      // Compiled anew when asked again.
+      if (!b.pipeline && !b.from->broken.empty()) b.from->by_kernel.clear();
       check<DeviceError>(b.pipeline != nil, b.error);
-      wanted[b.variant] = built_[b.variant] = b.pipeline;
+      wanted[b.variant] = b.from->built[b.variant] = b.pipeline;
       if (b.missed && archive_) {
         grown |= [archive_ addComputePipelineFunctionsWithDescriptor:b.descriptor error:nil];
       }
@@ -229,15 +237,39 @@ class Pipelines {
     return wanted;
   }
 
+  // What is kept of an earlier process' trial of tiles; empty when there was none.
+  std::string kept_trial() {
+    const std::lock_guard lock(mutex_);
+    if (plain_.by_kernel.empty()) load();
+    std::string kept;
+    if (!path_.empty()) std::getline(std::ifstream(path_ + ".tile"), kept);
+    return kept;
+  }
+  void keep_trial(const std::string& line) {
+    const std::lock_guard lock(mutex_);
+    if (path_.empty()) return;
+    replace_file(path_ + ".tile", [&](const std::string& fresh) {
+      std::ofstream out(fresh, std::ios::binary);
+      out << line << "\n";
+      return bool(out.flush());
+    });
+  }
+
  private:
   struct Library {
     std::string file, source;
     id<MTLLibrary> library;
     std::string error;
   };
+  struct Libraries {
+    std::map<std::string, id<MTLLibrary>> by_kernel;
+    std::string broken;  // what the compiler said of the others
+    std::map<uint16_t, id<MTLComputePipelineState>> built;
+  };
   struct Build {
     uint16_t variant;
     std::string name;
+    Libraries* from;
     MTLComputePipelineDescriptor* descriptor;
     id<MTLComputePipelineState> pipeline;
     bool missed;  // by the archive
@@ -278,6 +310,22 @@ class Pipelines {
     mix(std::to_string(version));
     mix(text(NSProcessInfo.processInfo.operatingSystemVersionString));  // with the build
     mix(text(gpu_->device.name));
+    compile(libraries, version, plain_);
+    open_archive(hash);
+  }
+  void load_tensor() {
+    std::vector<Library> libraries;
+    for (const std::string& file : metal_files()) {
+      const std::string source = metal_source(file, exact_, true);
+      if (source.find("\n#line 1 \"tile.h\"\n") == source.npos) continue;
+      libraries.push_back({file, source, nil, ""});
+    }
+    if (@available(macOS 26, *)) compile(libraries, MTLLanguageVersion4_0, tensor_);
+    if (!tensor_.broken.empty()) tensor_.by_kernel.clear();
+    check<DeviceError>(!tensor_.by_kernel.empty(), "tensor operations: ", tensor_.broken);
+  }
+
+  void compile(std::vector<Library>& libraries, MTLLanguageVersion version, Libraries& to) {
     in_parallel(libraries, [&](Library& l) {
       MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
       options.languageVersion = version;
@@ -293,20 +341,17 @@ class Pipelines {
       l.library.label = ns(l.file);
       if (!l.library) l.error = reason(error);
     });
-    std::map<std::string, id<MTLLibrary>> by_kernel;
-    broken_.clear();
+    to.broken.clear();
     for (const Library& l : libraries) {
       if (!l.library) {
-        broken_ +=
-            concat(broken_.empty() ? "metal: " : "\n", l.file, ".metal does not compile as MSL ",
+        to.broken +=
+            concat(to.broken.empty() ? "metal: " : "\n", l.file, ".metal does not compile as MSL ",
                    version >> 16, ".", version & 0xffff, ": ", l.error);
         continue;
       }
       NSArray<NSString*>* names = l.library.functionNames;
-      for (NSUInteger i = 0; i < names.count; ++i) by_kernel[text(names[i])] = l.library;
+      for (NSUInteger i = 0; i < names.count; ++i) to.by_kernel[text(names[i])] = l.library;
     }
-    libraries_ = std::move(by_kernel);
-    open_archive(hash);
   }
 
   void open_archive(uint64_t key) {
@@ -327,22 +372,27 @@ class Pipelines {
     // None yet, or one that cannot be read: a new one takes its place.
     if (!archive_) archive_ = [gpu_->device newBinaryArchiveWithDescriptor:descriptor error:nil];
   }
-  // Another process sees the old file or the new one. Without a place to write there is no archive.
-  void save() {
+  // Another process sees the old file or the new one. Without a place to write there is none.
+  template <typename F>
+  static void replace_file(const std::string& path, F&& write) {
     std::error_code ignored;
-    std::filesystem::create_directories(std::filesystem::path(path_).parent_path(), ignored);
-    const std::string fresh = concat(path_, ".", getpid());
-    if ([archive_ serializeToURL:[NSURL fileURLWithPath:ns(fresh)] error:nil]) {
-      std::filesystem::rename(fresh, path_, ignored);
-    }
+    std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
+    const std::string fresh = concat(path, ".", getpid());
+    if (write(fresh)) std::filesystem::rename(fresh, path, ignored);
     std::filesystem::remove(fresh, ignored);
+  }
+  void save() {
+    replace_file(path_, [this](const std::string& fresh) {
+      return [archive_ serializeToURL:[NSURL fileURLWithPath:ns(fresh)] error:nil] == YES;
+    });
   }
 
   void build(Build& b) {
-    const auto library = libraries_.find(b.name);
-    if (library == libraries_.end()) {
-      b.error = broken_.empty() ? concat("metal: pipeline ", b.name, ": no kernel file defines it")
-                                : concat(broken_, "\n(wanted: ", b.name, ")");
+    const auto library = b.from->by_kernel.find(b.name);
+    if (library == b.from->by_kernel.end()) {
+      b.error = b.from->broken.empty()
+                    ? concat("metal: pipeline ", b.name, ": no kernel file defines it")
+                    : concat(b.from->broken, "\n(wanted: ", b.name, ")");
       return;
     }
     b.descriptor = [[MTLComputePipelineDescriptor alloc] init];
@@ -369,10 +419,8 @@ class Pipelines {
 
   const std::shared_ptr<Gpu> gpu_;
   const bool exact_;
-  std::mutex mutex_;                                 // guards all below
-  std::map<std::string, id<MTLLibrary>> libraries_;  // by kernel
-  std::string broken_;                               // what the compiler said of the others
-  std::map<uint16_t, id<MTLComputePipelineState>> built_;
+  std::mutex mutex_;          // guards all below
+  Libraries plain_, tensor_;  // tensor: of the files with a tile, once asked for
   id<MTLBinaryArchive> archive_ = nil;
   std::string path_;
 };
@@ -438,7 +486,11 @@ class MetalDevice final : public Device {
   }
 
   std::string name() const override { return "metal"; }
-  std::string description() const override { return description_; }
+  std::string description() const override {
+    const std::lock_guard lock(tile_mutex_);
+    if (tile_.why.empty()) return description_;
+    return concat(description_, ", ", tile_form_name(tile_.form), " (", tile_.why, ")");
+  }
   Family family() const override { return Family::apple; }
   uint64_t memory_limit() const override { return limit_; }
 
@@ -488,12 +540,16 @@ class MetalDevice final : public Device {
 
   ProgramRef compile(CommandList list, bool) override {
     enter();
+    const TileForm form = has_tile(list) ? tile_form() : TileForm::simdgroup;
+    return compile_with(std::move(list), form);
+  }
+  ProgramRef compile_with(CommandList list, TileForm form) {
     return pooled([&]() -> ProgramRef {
       auto program = std::make_shared<MetalProgram>();
       program->gpu = gpu_;
       program->nothing = nothing_;
       program->list = std::move(list);
-      const auto pipelines = pipelines_.get(program->list);
+      const auto pipelines = pipelines_.get(program->list, form);
       program->kernels.resize(program->list.launches.size());
       std::vector<size_t> params = place_params(*program);
       for (size_t i = 0; i < program->kernels.size(); ++i) {
@@ -555,6 +611,35 @@ class MetalDevice final : public Device {
           "metal: ", buffer->label, " has ", buffer->size, " bytes, the tensor is ", t.bytes(),
           " from ", t.offset);
     return *buffer;
+  }
+
+  // The first list with a tile decides for all: by a trial, or by what an earlier process found.
+  TileForm tile_form() {
+    const std::lock_guard lock(tile_mutex_);
+    if (!tile_.why.empty()) return tile_.form;
+    bool there = false;
+    if (@available(macOS 26, *)) there = [gpu_->device supportsFamily:MTLGPUFamilyMetal4];
+    if (exact() || !there) {  // fp32 operands gain nothing
+      tile_ = {TileForm::simdgroup, exact() ? "exact mode" : "the system has no other"};
+      return tile_.form;
+    }
+    const std::string kept = pooled([&] { return pipelines_.kept_trial(); });
+    for (const TileForm form : {TileForm::simdgroup, TileForm::tensor}) {
+      if (kept == tile_form_name(form)) tile_ = {form, "by an earlier trial"};
+    }
+    if (!tile_.why.empty()) return tile_.form;
+    try {
+      tile_ = try_tiles(*this, [this](CommandList list, TileForm form) {
+        return compile_with(std::move(list), form);
+      });
+    } catch (const DeviceError&) {
+      throw;
+    } catch (const LilyError& e) {  // no memory left for it
+      tile_ = {TileForm::simdgroup, e.what()};
+      return tile_.form;
+    }
+    pooled([&] { pipelines_.keep_trial(tile_form_name(tile_.form)); });
+    return tile_.form;
   }
 
   // ---- programs ----
@@ -746,6 +831,8 @@ class MetalDevice final : public Device {
   const bool poison_;  // fresh memory is NaN
   const std::shared_ptr<MetalBuffer> nothing_;
   Pipelines pipelines_;
+  mutable std::mutex tile_mutex_;
+  TileTrial tile_;  // without a reason: not decided yet
   const std::shared_ptr<Tickets> tickets_ = std::make_shared<Tickets>();
   bool fenced_ = false;      // the worker's: a buffer before this one updates the fence
   std::mutex submit_mutex_;  // a ticket is the queue's

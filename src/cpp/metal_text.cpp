@@ -80,8 +80,9 @@ std::vector<std::string> metal_files() {
   return files;
 }
 
-std::string metal_source(std::string_view file, bool exact) {
+std::string metal_source(std::string_view file, bool exact, bool tensor) {
   std::string out = exact ? "#define LILY_EXACT 1\n" : "";
+  if (tensor) out += "#define LILY_TILE_TENSOR 1\n";
   std::set<std::string> seen;
   inline_file(concat(file, ".metal"), seen, out);
   return out;

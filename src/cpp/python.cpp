@@ -326,7 +326,7 @@ NB_MODULE(_core, m) {
       .def_ro("available", &DeviceStatus::available)
       .def_ro("description", &DeviceStatus::description);
   m.def("metal_files", &metal_files, "The kernel files that Apple's compiler is given.");
-  m.def("metal_source", &metal_source, "file"_a, "exact"_a,
+  m.def("metal_source", &metal_source, "file"_a, "exact"_a, "tensor"_a = false,
         "Such a file's text with its headers in place; see LILY_METAL_SOURCE.");
   m.def("devices", &device_statuses, nb::call_guard<Released>(),
         "The devices lily knows, with the reason where one is missing.");
@@ -360,6 +360,7 @@ NB_MODULE(_core, m) {
             new (self) Kernels(make_device(device, exact));
           },
           "device"_a, "exact"_a)
+      .def_prop_ro("description", [](const Kernels& k) { return k.device->description(); })
       .def("buffer", &Kernels::buffer, "nbytes"_a, "label"_a)
       .def("run", &Kernels::run, "calls"_a, "reuse"_a = false, "times"_a = 1)
       .def("time", &Kernels::time, "calls"_a, "times"_a,

@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ROOT / "src/cpp"
-FILES = ("metal.mm", "metal_tickets.h")
+UNITS = ("metal.mm", "metal_tile.cpp")  # of these, the others are headers
+FILES = (*UNITS, "metal_tickets.h")
 SLOWEST = 3  # times a clean run: what takes longer hangs
 
 
@@ -135,13 +136,21 @@ BUGS = (
     ),
     Bug("an archive that lacks a pipeline is an error", "    if (!b.missed) return;\n", "    if (!b.missed || archive_) return;\n"),
     Bug("the archive is never written", "    if (grown) save();\n"),
-    Bug("the archive is not moved into place", "      std::filesystem::rename(fresh, path_, ignored);\n"),
-    Bug("what failed to compile counts as loaded", "    std::map<std::string, id<MTLLibrary>> by_kernel;\n", "    auto& by_kernel = libraries_;\n"),
+    Bug("the archive is not moved into place", "std::filesystem::rename(fresh, path, ignored);", ";"),
+    Bug("what failed to compile counts as loaded", "      if (!b.pipeline && !b.from->broken.empty()) b.from->by_kernel.clear();\n"),
     Bug("one archive for every system", "    mix(text(NSProcessInfo.processInfo.operatingSystemVersionString));  // with the build\n"),
     Bug("the same text in both modes", "metal_source(file, exact_)", "metal_source(file, false)"),
     Bug("the compiler's text is dropped", "if (!l.library) l.error = reason(error);", 'if (!l.library) l.error = "no";'),
     Bug("the newest language everywhere", "if (@available(macOS 26, *)) version", "version"),
-    Bug("pipelines are built anew each time", "built_[b.variant] = b.pipeline;", "b.pipeline;"),
+    Bug("pipelines are built anew each time", "b.from->built[b.variant] = b.pipeline;", "b.pipeline;"),
+    # ---- the tile ----
+    Bug("tensor operations are not asked for", "supportsFamily:MTLGPUFamilyMetal4", "supportsFamily:MTLGPUFamilyApple10"),
+    Bug("exact mode on tensor operations", "if (exact() || !there)", "if (!there)"),
+    Bug("plain kernels in both forms", "tensor && tensor_.by_kernel.count(name) ? tensor_ : plain_", "plain_"),
+    Bug("the trial is not kept", "    pooled([&] { pipelines_.keep_trial(tile_form_name(tile_.form)); });\n"),
+    Bug("what was kept is not believed", "kept == tile_form_name(form)", "false"),
+    Bug("wrong products pass", "!(difference <= kSame * largest)", "false"),
+    Bug("the slower tile", "seconds[1] < seconds[0]", "seconds[1] > seconds[0]"),
     # ---- memory ----
     Bug("refused memory counts", "        *allocated_ -= bytes;\n"),
     Bug("freed memory counts", "    if (account) *account -= size;\n"),
@@ -169,7 +178,7 @@ BUGS = (
     Bug("encoders do not say how far they came", "    descriptor.errorOptions = MTLCommandBufferErrorOptionEncoderExecutionStatus;\n"),
     Bug("one archive for every GPU", "    mix(text(gpu_->device.name));\n"),
     Bug("one archive for every text", "      mix(libraries.back().source);\n"),
-    Bug("a file that does not compile fails all kernels", "    libraries_ = std::move(by_kernel);\n", "    check<DeviceError>(broken_.empty(), broken_);\n    libraries_ = std::move(by_kernel);\n"),
+    Bug("a file that does not compile fails all kernels", "    open_archive(hash);\n", "    check<DeviceError>(plain_.broken.empty(), plain_.broken);\n    open_archive(hash);\n"),
     Bug("what an archive could not write stays", "    std::filesystem::remove(fresh, ignored);\n"),
     Bug("arguments inside a word pass", "kArgumentAlignment = 4;", "kArgumentAlignment = 1;"),
     Bug("the list of devices is not asked", "      if (!found && all.count > 0) found = all[0];\n"),
@@ -202,13 +211,14 @@ def commands(build: Path, target: str) -> list[list[str]]:
 
 
 class Builder:
-    """Compiles metal.mm from another folder and links it into a copy of the package."""
+    """Compiles the files from another folder and links them into a copy of the package."""
 
     def __init__(self, build: Path) -> None:
         self.build = build
         lines = commands(build, "_core")
-        source = str(SOURCES / "metal.mm")
-        (self.compile,) = [c for c in lines if source in c and "-c" in c]
+        self.compile = {
+            unit: next(c for c in lines if str(SOURCES / unit) in c and "-c" in c) for unit in UNITS
+        }
         self.link = next(c for c in reversed(lines) if "-shared" in c)
 
     def make(self, bug: Bug | None, folder: Path) -> None:
@@ -219,13 +229,16 @@ class Builder:
         else:
             for name in FILES:
                 shutil.copy(SOURCES / name, folder)
-        compiler = list(self.compile)
-        compiler[compiler.index(str(SOURCES / "metal.mm"))] = str(folder / "metal.mm")
-        compiler[compiler.index("-o") + 1] = str(folder / "metal.o")
-        for flag in ("-MT", "-MF"):
-            compiler[compiler.index(flag) + 1] = str(folder / "metal.d")
-        # In half the time; zig adds checks to what is not optimized.
-        self.run([*compiler, "-O0", "-fno-sanitize=all", f"-I{SOURCES}"])
+        objects = []
+        for unit, line in self.compile.items():
+            compiler = list(line)
+            objects.append(str((folder / unit).with_suffix(".o")))
+            compiler[compiler.index(str(SOURCES / unit))] = str(folder / unit)
+            compiler[compiler.index("-o") + 1] = objects[-1]
+            for flag in ("-MT", "-MF"):
+                compiler[compiler.index(flag) + 1] = str((folder / unit).with_suffix(".d"))
+            # In half the time; zig adds checks to what is not optimized.
+            self.run([*compiler, "-O0", "-fno-sanitize=all", f"-I{SOURCES}"])
         package = folder / "lily"
         shutil.copytree(self.build / "package/lily", package, symlinks=True)
         end = self.link.index("-shared")
@@ -237,7 +250,7 @@ class Builder:
         made = package / Path(linker[at]).name
         made.unlink()
         linker[at] = str(made)
-        self.run([*linker[: at + 1], str(folder / "metal.o"), *linker[at + 1 :]])
+        self.run([*linker[: at + 1], *objects, *linker[at + 1 :]])
 
     def run(self, command: list[str]) -> None:
         done = subprocess.run(command, cwd=self.build, capture_output=True, text=True)
@@ -254,7 +267,7 @@ def outcome(folder: Path, seconds: float) -> str:
     environment = os.environ | {"PYTHONPATH": where, "LILY_REQUIRE": "metal", "COLUMNS": "200"}
     try:
         done = subprocess.run(
-            [*command, "tests/test_metal.py"],
+            [*command, "tests/test_metal.py", "tests/test_metal_tile.py"],
             cwd=ROOT,
             env=environment,
             capture_output=True,

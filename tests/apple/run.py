@@ -23,7 +23,7 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in (
         "linear attention delta moe embed sample model session session_faults flavours shapes "
-        "metal software_metal selftest"
+        "metal metal_tile software_metal selftest"
     ).split()
 ]
 

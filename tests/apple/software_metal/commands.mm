@@ -478,7 +478,7 @@ static void wants_pool(const char* what) {
   }
   Dispatch d;
   d.kernel = &kernel;
-  d.exact = pipeline->exact;
+  d.form = pipeline->form;
   d.grid = {uint32_t(groups.width), uint32_t(groups.height), uint32_t(groups.depth), uint32_t(n)};
   d.bindings = bindings;
   d.number = encoder->dispatched++;

@@ -245,17 +245,17 @@ STORED(NSUInteger, initialCapacity, InitialCapacity)
 - (NSArray*)functionNames {
   std::vector<id> names;
   for (size_t k = 0; k < kKernelCount; ++k) {
-    if (std::strcmp(kKernels[k].file, compiled.text->file) == 0)
+    if (std::strcmp(kKernels[k].file, compiled.text->file) == 0 && kKernels[k].entry[compiled.form])
       names.push_back(ns(kKernels[k].name));
   }
   return [NSArray arrayWithObjects:names.data() count:names.size()];
 }
 - (id<MTLFunction>)newFunctionWithName:(NSString*)name {
   const Kernel* kernel = find_kernel(*compiled.text, text(name));
-  if (!kernel) return nil;
+  if (!kernel || !kernel->entry[compiled.form]) return nil;
   SoftwareFunction* function = [[SoftwareFunction alloc] init];
   function->kernel = kernel;
-  function->exact = compiled.exact;
+  function->form = compiled.form;
   return function;
 }
 @end
@@ -285,7 +285,9 @@ STORED(NSUInteger, initialCapacity, InitialCapacity)
 @end
 
 static std::string archive_key(const SoftwareFunction* f) {
-  return concat(f->kernel->name, f->exact ? " exact" : " bf16");
+  return concat(f->kernel->name, f->form == kBf16    ? " bf16"
+                                 : f->form == kExact ? " exact"
+                                                     : " tensor");
 }
 
 @implementation SoftwareArchive
@@ -404,6 +406,7 @@ static std::string archive_key(const SoftwareFunction* f) {
   if (family >= MTLGPUFamilyApple1 && family <= MTLGPUFamilyApple10) {
     return family - MTLGPUFamilyApple1 + 1 <= apple_family();
   }
+  if (family == MTLGPUFamilyMetal4) return tensor_units().there && macos_version().first >= 26;
   return family == MTLGPUFamilyMetal3 && apple_family() >= 7;
 }
 - (BOOL)hasUnifiedMemory {
@@ -502,6 +505,11 @@ static std::string archive_key(const SoftwareFunction* f) {
     broken_rule("math mode", "the kernel text is compiled with fast functions");
   }
   CompiledText compiled = compile(text(source));
+  if (compiled.text && compiled.form == kTensor &&
+      options.languageVersion < MTLLanguageVersion4_0) {
+    compiled.text = nullptr;
+    compiled.error = "program_source:1:1: error: no member named 'tensor_ops' in namespace 'mpp'";
+  }
   if (fault_due(Fault::compile)) {
     compiled.text = nullptr;
     compiled.error = "program_source:7:1: error: a fault that a test asked for";
@@ -542,7 +550,7 @@ static std::string archive_key(const SoftwareFunction* f) {
   count(archived ? Count::pipelines_loaded : Count::pipelines_compiled);
   SoftwarePipeline* pipeline = [[SoftwarePipeline alloc] init];
   pipeline->kernel = function->kernel;
-  pipeline->exact = function->exact;
+  pipeline->form = function->form;
   pipeline->whole_simdgroups = descriptor.threadGroupSizeIsMultipleOfThreadExecutionWidth;
   pipeline->label = descriptor.label;
   pipeline->resource = std::make_shared<Resource>("pipeline", function->kernel->name);

@@ -265,6 +265,13 @@ void Gpu::run_one(std::unique_lock<std::mutex>& lock) {
   } catch (const lily::LilyError& error) {
     fault = error.what();
   }
+  if (dispatch.form == kTensor) {
+    buffer->tensor = true;
+    if (tensor_units().wrong) {
+      const size_t last = dispatch.kernel->argument_count - 2;  // before the params
+      *static_cast<float*>(call->args[dispatch.kernel->arguments[last].index]) += 1.0f;
+    }
+  }
   lock.lock();
   if (!fault.empty()) {
     broken_rule("kernel fault", concat("command buffer '", buffer->label, "': ", fault));
@@ -289,7 +296,7 @@ void Gpu::run_one(std::unique_lock<std::mutex>& lock) {
 std::optional<sim::Call> Gpu::prepare(const NodeRef& node, const Dispatch& d) {
   const CommandBufferRef buffer = find(node->owner);
   sim::Call call;
-  call.kernel = d.kernel->entry[d.exact];
+  call.kernel = d.kernel->entry[d.form];
   call.name = d.kernel->name;
   call.grid = d.grid;
   std::map<Memory*, sim::Declared> reachable;
@@ -507,6 +514,8 @@ void Gpu::fail(CommandBufferRef buffer, long code, const std::string& text) {
 void Gpu::complete(CommandBufferRef buffer) {
   buffer->over = true;
   buffer->end = now();
+  const TensorUnits units = tensor_units();
+  if (units.there) buffer->end = buffer->start + 1e-3 / (buffer->tensor ? units.speed : 1);
   if (!buffer->started) buffer->start = buffer->end;
   buffer->end = std::max(buffer->end, buffer->start + 1e-9);
   for (const ResourceRef& r : buffer->resources) --r->in_flight;

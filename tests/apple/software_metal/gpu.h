@@ -65,10 +65,13 @@ struct Argument {
   bool constant;   // of the constant address space
   uint32_t align;  // of the type
 };
+// Of the text: bf16, LILY_EXACT, LILY_TILE_TENSOR.
+enum Form : uint8_t { kBf16, kExact, kTensor };
+
 struct Kernel {
   const char* name;
   const char* file;            // "linear.metal"
-  lily::sim::Kernel entry[2];  // bf16, exact
+  lily::sim::Kernel entry[3];  // by Form; null where a kernel has no such form
   const Argument* arguments;
   size_t argument_count;
 };
@@ -131,7 +134,7 @@ struct Binding {
 };
 struct Dispatch {
   const Kernel* kernel = nullptr;
-  bool exact = false;
+  Form form = kBf16;
   lily::Grid grid;
   std::array<Binding, kBufferArguments> bindings;
   size_t number = 0, signposts = 0;  // dispatches and signposts of its encoder before it
@@ -189,6 +192,7 @@ struct CommandBuffer {
   // All below: the GPU's mutex.
   uint64_t committed = 0;  // when
   size_t nodes_left = 0, dispatches_left = 0;
+  bool tensor = false;  // some kernel ran on tensor operations
   bool started = false, over = false, reported = false;
   long error = 0;  // MTLCommandBufferError
   std::string error_text;

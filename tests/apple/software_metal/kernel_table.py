@@ -78,15 +78,16 @@ def main(out: Path, files: list[Path]) -> None:
         found = {exact: kernels(preprocess("".join(pieces), exact)) for exact in (False, True)}
         if not found[False] or set(found[False]) != set(found[True]):
             raise SystemExit(f"kernel_table.py: {path.name} has other kernels in exact mode")
+        modes = ["bf16", "f32"]
+        if any("struct Tile {" in p for p in pieces):
+            modes.append("tops")  # software_metal.cmake names them
         for name, arguments in found[False].items():
-            lines.append(f'extern "C" void {name}_bf16();\nextern "C" void {name}_f32();')
+            lines += [f'extern "C" void {name}_{mode}();' for mode in modes]
             rows = ", ".join(
                 f"{{{i}, {str(w).lower()}, {str(c).lower()}, {a}}}" for i, w, c, a in arguments
             )
             lines.append(f"static const software_metal::Argument k_{name}[] = {{{rows}}};")
-            symbols = ", ".join(
-                f"reinterpret_cast<lily::sim::Kernel>(&{name}_{mode})" for mode in ("bf16", "f32")
-            )
+            symbols = ", ".join(f"reinterpret_cast<lily::sim::Kernel>(&{name}_{m})" for m in modes)
             table.append(
                 f'    {{"{name}", "{path.name}", {{{symbols}}}, k_{name}, {len(arguments)}}},'
             )

@@ -54,7 +54,9 @@ CompiledText compile(std::string_view source) {
           place.error("a text that is compiled at run time has no folder to include from");
       return result;
     } else if (starts_with(line, "#define LILY_EXACT") && lines.empty()) {
-      result.exact = true;
+      result.form = kExact;
+    } else if (starts_with(line, "#define LILY_TILE_TENSOR") && lines.empty()) {
+      result.form = kTensor;
     } else {
       lines.push_back({line, place});
     }

@@ -11,7 +11,7 @@ namespace software_metal {
 
 struct CompiledText {
   const Text* text = nullptr;  // null: `error` says why, as a compiler would
-  bool exact = false;          // #define LILY_EXACT
+  Form form = kBf16;
   std::string error;
 };
 CompiledText compile(std::string_view source);

@@ -36,7 +36,7 @@ id<MTLDevice> the_device();
 @interface SoftwareFunction : NSObject <MTLFunction> {
  @public
   const software_metal::Kernel* kernel;
-  bool exact;
+  software_metal::Form form;
   NSString* label;
 }
 @end
@@ -49,7 +49,8 @@ id<MTLDevice> the_device();
 @interface SoftwarePipeline : NSObject <MTLComputePipelineState> {
  @public
   const software_metal::Kernel* kernel;
-  bool exact, whole_simdgroups;
+  software_metal::Form form;
+  bool whole_simdgroups;
   NSString* label;
   software_metal::ResourceRef resource;
 }

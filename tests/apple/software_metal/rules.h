@@ -63,6 +63,15 @@ struct PipelineLimits {
   uint32_t most_threads, simd, static_memory;
 };
 PipelineLimits pipeline_limits();
+// SOFTWARE_METAL_TENSOR=4: the family Metal 4 is there, and a command buffer with a kernel on tensor
+// operations takes a quarter of the millisecond that is said of any other. SOFTWARE_METAL_WRONG=1: such
+// a kernel's last result is off by one.
+struct TensorUnits {
+  bool there;
+  double speed;
+  bool wrong;
+};
+TensorUnits tensor_units();
 uint64_t random_seed();  // SOFTWARE_METAL_SEED, 1 unless set
 double hang_seconds();   // SOFTWARE_METAL_HANG, 5 unless set: how long an event may stay away
 

@@ -26,6 +26,31 @@ function(software_metal_table out)
 endfunction()
 software_metal_table("${metal_dir}/kernels.cpp" ${LILY_KERNELS})
 
+# Kernels with a tile once more, on tensor operations; the symbols get names of their own.
+foreach(source IN LISTS LILY_KERNELS)
+  file(STRINGS "${source}" tile REGEX "^#include \"tile.h\"")
+  if(NOT tile)
+    continue()
+  endif()
+  get_filename_component(name "${source}" NAME_WE)
+  set(object "${metal_dir}/${name}_tensor.o")
+  set(rename "s/_bf16/_tops/g")
+  if(LILY_SANITIZE STREQUAL "thread")
+    string(APPEND rename ";s/__tsan_/__lily_/g")
+  endif()
+  add_custom_command(
+    OUTPUT "${object}"
+    COMMAND ${LILY_CLANG} ${LILY_SIM_OPTIONS} -DLILY_TILE_TENSOR "-I${CMAKE_SOURCE_DIR}/src/metal/clang"
+            "-I${CMAKE_SOURCE_DIR}/src/metal" -c "${source}" -o "${object}"
+    COMMAND sed -i "${rename}" "${object}"
+    DEPENDS "${source}" ${LILY_KERNEL_HEADERS}
+    COMMENT "sim kernels of ${name} (tensor operations)"
+    VERBATIM)
+  list(APPEND tensor_objects "${object}")
+endforeach()
+set_source_files_properties(${tensor_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+target_sources(lily_core INTERFACE ${tensor_objects})
+
 # The C part is small and has no language of its own in this project.
 set(metal_c_objects "")
 set(metal_c_options -fPIC -O2 -g1 -Wall -Wextra -fno-sanitize=all)

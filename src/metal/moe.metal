@@ -30,7 +30,7 @@ static inline void choose(device const float* logits, uint experts, uint rounds,
       }
     }
     const uint top = simd_max(best);
-    const uint winner = simd_min(best == top ? at : 0xffffffffu);
+    const uint winner = simd_min(best == top ? at : experts);
     if (lane == round) {
       id = winner;
       key = top;

@@ -9,7 +9,6 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <map>
@@ -17,6 +16,7 @@
 #include "engine.h"
 #include "metal_split.h"
 #include "metal_text.h"
+#include "python_exit.h"
 #include "record.h"
 #include "sim.h"
 
@@ -26,27 +26,15 @@ using namespace nb::literals;
 namespace lily {
 namespace {
 
-// The GIL given up and taken back. Until Python 3.13 a daemon thread that wants it after the
-// interpreter has ended is unwound from inside, which a noexcept frame turns into an abort: such a
-// thread stops here until the process is gone.
-template <typename F>
-auto or_never(F&& f) {
-  try {
-    return f();
-  } catch (...) {
-    for (;;) pause();
-  }
-}
+// The GIL given up and taken back.
 struct Released {
   PyThreadState* const state = PyEval_SaveThread();
   Released() = default;
   Released(const Released&) = delete;
-  ~Released() {
-    or_never([&] { PyEval_RestoreThread(state); });
-  }
+  ~Released() { restore_thread(state); }
 };
 struct Acquired {
-  const PyGILState_STATE state = or_never([] { return PyGILState_Ensure(); });
+  const PyGILState_STATE state = ensure_gil();
   Acquired() = default;
   Acquired(const Acquired&) = delete;
   ~Acquired() { PyGILState_Release(state); }

@@ -150,6 +150,9 @@ BUGS = (
     Bug("the trial is not kept", "    pooled([&] { pipelines_.keep_trial(tile_form_name(tile_.form)); });\n"),
     Bug("what was kept is not believed", "kept == tile_form_name(form)", "false"),
     Bug("wrong products pass", "!(difference <= kSame * largest)", "false"),
+    Bug("a NaN before other products passes", " || std::isnan(apart)"),
+    Bug("no memory for the trial is an error", "catch (const LilyError& e) {  // no memory", "catch (const DeviceError& e) {  // no memory"),
+    Bug("a fault decides the trial", "    } catch (const DeviceError&) {\n      throw;\n"),
     Bug("the slower tile", "seconds[1] < seconds[0]", "seconds[1] > seconds[0]"),
     # ---- memory ----
     Bug("refused memory counts", "        *allocated_ -= bytes;\n"),

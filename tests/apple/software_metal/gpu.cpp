@@ -267,9 +267,9 @@ void Gpu::run_one(std::unique_lock<std::mutex>& lock) {
   }
   if (dispatch.form == kTensor) {
     buffer->tensor = true;
-    if (tensor_units().wrong) {
+    if (const double off = tensor_units().off; off != 0) {
       const size_t last = dispatch.kernel->argument_count - 2;  // before the params
-      *static_cast<float*>(call->args[dispatch.kernel->arguments[last].index]) += 1.0f;
+      *static_cast<float*>(call->args[dispatch.kernel->arguments[last].index]) += float(off);
     }
   }
   lock.lock();

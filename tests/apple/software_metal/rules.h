@@ -65,11 +65,11 @@ struct PipelineLimits {
 PipelineLimits pipeline_limits();
 // SOFTWARE_METAL_TENSOR=4: the family Metal 4 is there, and a command buffer with a kernel on tensor
 // operations takes a quarter of the millisecond that is said of any other. SOFTWARE_METAL_WRONG=1: such
-// a kernel's last result is off by one.
+// a kernel adds that, which may be nan, to the first value of its last result.
 struct TensorUnits {
   bool there;
   double speed;
-  bool wrong;
+  double off;
 };
 TensorUnits tensor_units();
 uint64_t random_seed();  // SOFTWARE_METAL_SEED, 1 unless set

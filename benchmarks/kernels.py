@@ -641,7 +641,7 @@ def main() -> None:
     contexts = [int(c) for c in a.context.split(",")]
     cases = [c for c in decode_cases(a.rows, contexts[0]) if a.rows]
     cases += [c for c in sample_cases(a.rows) if a.rows]
-    for context in contexts[1:]:
+    for context in contexts[1:] if a.rows else []:
         cases += [c for c in decode_cases(a.rows, context) if c.context]
     for rows in (int(r) for r in a.prefill.split(",")):
         cases += list(prefill_cases(rows)) if rows else []

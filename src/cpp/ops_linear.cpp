@@ -4,7 +4,7 @@
 namespace lily {
 namespace {
 
-constexpr uint32_t kTile = 64;  // rows and outputs of a matmul tile, see linear.metal
+constexpr uint32_t kTileRows = 64, kTileOutputs = 128;  // of a matmul tile, see linear.metal
 constexpr uint32_t kNormThreads = 128;
 
 // Values of a strided output up to the last one written.
@@ -61,7 +61,7 @@ Plan plan(const RmsNorm& p, const Target& t) {
 
 Plan plan(const Matmul& p, const Target& t) {
   check_linear(p.w, "matmul");
-  check_rows("matmul", p.rows, kMaxGroups * kTile);
+  check_rows("matmul", p.rows, kMaxGroups * kTileRows);
   check(p.mode <= kMatmulSwiglu, "matmul: mode ", p.mode, ", the last one is ",
         uint32_t(kMatmulSwiglu));
   const bool swiglu = p.mode == kMatmulSwiglu;
@@ -70,7 +70,7 @@ Plan plan(const Matmul& p, const Target& t) {
   check_columns("matmul", p.y_stride, p.y_offset, columns);
   Plan plan;
   plan.variant = find_variant(Op::matmul, p.w.bits);
-  plan.grid = {ceil_div(p.w.n, kTile), ceil_div(p.rows, kTile), 1, 128};
+  plan.grid = {ceil_div(p.w.n, kTileOutputs), ceil_div(p.rows, kTileRows), 1, 128};
   plan.needs = {
       {"codes", DType::u32, code_elements(p.w), Access::read},
       {"pairs", DType::u32, pair_elements(p.w), Access::read},
@@ -87,8 +87,8 @@ Plan plan(const ExpertMatmul& p, const Target& t) {
   check(p.experts >= 1, "expert_matmul: ", p.experts, " experts, needs 1 or more");
   check(p.top_k >= 1 && p.top_k <= LILY_MAX_TOP_K && p.top_k <= p.experts, "expert_matmul: top-k ",
         p.top_k, ", supported 1 to ", LILY_MAX_TOP_K, " of ", p.experts, " experts");
-  check(p.tile >= 1 && p.tile <= kTile, "expert_matmul: tiles of ", p.tile,
-        " pairs, supported 1 to ", kTile);
+  check(p.tile >= 1 && p.tile <= kTileRows, "expert_matmul: tiles of ", p.tile,
+        " pairs, supported 1 to ", kTileRows);
   check(!p.swiglu || p.w.n % 2 == 0, "expert_matmul: swiglu pairs rows, but n is ", p.w.n);
   check_rows("expert_matmul", p.rows, UINT32_MAX / LILY_MAX_TOP_K);
   const uint64_t pairs = uint64_t(p.rows) * p.top_k, max_tiles = pairs / p.tile + p.experts;
@@ -96,7 +96,7 @@ Plan plan(const ExpertMatmul& p, const Target& t) {
         kMaxGroups);
   Plan plan;
   plan.variant = find_variant(Op::expert_matmul, p.w.bits);
-  plan.grid = {ceil_div(p.w.n, kTile), uint32_t(max_tiles), 1, 128};
+  plan.grid = {ceil_div(p.w.n, kTileOutputs), uint32_t(max_tiles), 1, 128};
   plan.needs = {
       {"codes", DType::u32, p.experts * code_elements(p.w), Access::read},
       {"pairs", DType::u32, p.experts * pair_elements(p.w), Access::read},

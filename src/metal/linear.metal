@@ -87,25 +87,27 @@ static inline void project_body(device const uint* codes, device const uint* pai
 LILY_VARIANTS_project(PROJECT)
 
 // ---- matrix tiles -------------------------------------------------------------------------------
-// 64 rows of h times 64 rows of W: 4 simdgroups, each 32 x 32. Integer codes are exact in bf16; what
-// lies in one group is multiplied alone, then scaled and shifted in fp32: y += s (q.h) + b sum(h). The
-// next step of k is on its way from memory while one is multiplied.
+// 64 rows of h times 128 rows of W: 4 simdgroups, each 32 x 64, or of 32 rows of h at most 32 x 32.
+// Integer codes are exact in bf16; what lies in one group is multiplied alone, then scaled and shifted
+// in fp32: y += s (q.h) + b sum(h). The next step of k is on its way from memory while one is
+// multiplied.
 #define MATMUL_M 64
-#define MATMUL_N 64
+#define MATMUL_N 128
+#define MATMUL_THREADS 128
 #ifdef LILY_EXACT
 #define MATMUL_K 32  // of k a step: what threadgroup memory holds
 #else
 #define MATMUL_K 64
 #endif
-#define MATMUL_HALF (MATMUL_K / 2)   // of a row: a thread's share
-#define MATMUL_PARTS (MATMUL_K / 32)  // groups of a step, at most
-#define MATMUL_LD (MATMUL_K + 8)     // padded by 16 bytes, so that rows fall on different banks
-#define MATMUL_STAGE (MATMUL_N + 8)  // row of the result while it lies in threadgroup memory
-#ifdef LILY_EXACT
-#define MATMUL_POOL (2 * MATMUL_M * MATMUL_LD / 4)  // in uint4: both operands, later the result
-#else
-#define MATMUL_POOL (MATMUL_M * MATMUL_STAGE / 4)
-#endif
+#define MATMUL_HALF (MATMUL_K / 2)            // of a row of W: a thread's share, of two rows
+#define MATMUL_PARTS (MATMUL_K / 32)          // groups of a step, at most
+#define MATMUL_LD (MATMUL_K + 8)              // padded by 16 bytes, so that rows fall on different banks
+#define MATMUL_VALUES (16 / sizeof(act_t))    // of 16 bytes of h; 8 neighbours load 128 of a row
+#define MATMUL_ROWS 4                         // of h a thread loads of, 16 apart
+#define MATMUL_STAGED 64                      // columns of the result that lie in threadgroup memory
+#define MATMUL_STAGE (MATMUL_STAGED + 8)      // a row of them
+#define MATMUL_POOL ((MATMUL_M + MATMUL_N) * MATMUL_LD * sizeof(act_t) / 16)  // uint4: operands, result
+static_assert(MATMUL_M * MATMUL_STAGE * 4 <= MATMUL_POOL * 16, "the result fits");
 
 // bf16 operands of 4-bit codes: code q as 16 + q, a nibble in the upper mantissa bits of 16. Two come
 // out of a word at once, codes j and j + 4, so that k runs 0 4 1 5 2 6 3 7 within 8 in both operands.
@@ -116,39 +118,23 @@ static inline constexpr bool codes_in_pairs() {
 #define CODE_PAIR_OFFSET 16.0f
 #define CODE_PAIRS(w) (((w) & 0x00780078u) | 0x41804180u)
 
-// One thread's share of a step.
-struct Share {
-  uint4 v[MATMUL_HALF * sizeof(act_t) / 16];
-};
-#define SHARE_VECTORS (MATMUL_HALF * sizeof(act_t) / 16)
-static inline void load_share(device const act_t* h, thread Share& s) {
-  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i)
-    s.v[i] = ((device const uint4*)h)[i];
-}
-static inline float share_sum(thread const Share& s) {
+static inline float vector_sum(uint4 v) {
   float sum = 0.0f;
-  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i) {
-    UNROLL for (uint c = 0; c < 4; ++c) {
+  UNROLL for (uint c = 0; c < 4; ++c) {
 #ifdef LILY_EXACT
-      sum += as_type<float>(s.v[i][c]);
+    sum += as_type<float>(v[c]);
 #else
-      sum += bf16_bits_to_float(s.v[i][c] & 0xffffu);
-      sum += as_type<float>(s.v[i][c] & 0xffff0000u);
+    sum += bf16_bits_to_float(v[c] & 0xffffu);
+    sum += as_type<float>(v[c] & 0xffff0000u);
 #endif
-    }
   }
   return sum;
 }
 template <uint BITS>
-static inline void store_share(threadgroup act_t* to, thread const Share& s) {
-  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i) {
-    uint4 v = s.v[i];
-    if (codes_in_pairs<BITS>()) {
-      v = uint4((v.x & 0xffffu) | (v.z << 16), (v.x >> 16) | (v.z & 0xffff0000u),
-                (v.y & 0xffffu) | (v.w << 16), (v.y >> 16) | (v.w & 0xffff0000u));
-    }
-    ((threadgroup uint4*)to)[i] = v;
-  }
+static inline uint4 in_code_order(uint4 v) {
+  if (!codes_in_pairs<BITS>()) return v;
+  return uint4((v.x & 0xffffu) | (v.z << 16), (v.x >> 16) | (v.z & 0xffff0000u),
+               (v.y & 0xffffu) | (v.w << 16), (v.y >> 16) | (v.w & 0xffff0000u));
 }
 // Code j of a word as a number.
 template <uint BITS>
@@ -174,7 +160,7 @@ static inline void load_share_codes(device const uint* at,
 template <uint BITS>
 static inline void store_share_codes(threadgroup act_t* to,
                                      thread const uint (&w)[BITS * MATMUL_HALF / 32]) {
-  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i) {
+  UNROLL for (uint i = 0; i < MATMUL_HALF * sizeof(act_t) / 16; ++i) {
     uint4 v;
     if (codes_in_pairs<BITS>()) {
       const uint q = w[i % (BITS * MATMUL_HALF / 32)];
@@ -209,74 +195,139 @@ static inline void add_group(thread Tile<32, 32>& acc, threadgroup const act_t* 
   }
 }
 
-// Leaves h W^T of the tile in the pool as float[64][MATMUL_STAGE]. h: the row of h of this thread,
-// number tid / 2 of the tile; rows from `count` on are not valid.
+// Where a simdgroup's part of a tile lies: `pieces` of 32 columns.
+struct TilePart {
+  uint row, column, pieces;
+};
+static inline TilePart tile_part(uint count, uint simd) {
+  TilePart part;
+  const bool low = count <= 32;
+  part.row = low ? 0 : (simd & 1) * 32;
+  part.column = low ? simd * 32 : (simd >> 1) * 64;
+  part.pieces = low ? 1 : 2;
+  return part;
+}
+#define MATMUL_PIECES 2
+
+// Sums of the four values s over the 4 neighbouring lanes: the lane gets that of value
+// 2 (lane & 1) + (lane >> 1 & 1).
+static inline float neighbour_sums(thread const float (&s)[MATMUL_ROWS], uint lane) {
+  const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
+  const float a = (odd ? s[2] : s[0]) + simd_shuffle_xor(odd ? s[0] : s[2], 1);
+  const float b = (odd ? s[3] : s[1]) + simd_shuffle_xor(odd ? s[1] : s[3], 1);
+  return (upper ? b : a) + simd_shuffle_xor(upper ? a : b, 2);
+}
+
+// acc = h W^T of the simdgroup's part of the tile. rows: the rows of h this thread loads of, numbers
+// tid / 8 + 16 i of the tile; rows from `count` on are not there.
 template <uint BITS>
 static inline void matrix_tile(device const uint* codes, device const uint* pairs,
-                               PARAM_REF(Linear) w, device const act_t* h, uint count, uint n0,
+                               PARAM_REF(Linear) w, device const act_t* h,
+                               thread const uint (&rows)[MATMUL_ROWS], uint count, uint n0,
                                threadgroup uint4* pool, threadgroup float* sums,
-                               threadgroup float2* scales, uint tid, uint lane, uint simd) {
+                               threadgroup float2* scales,
+                               thread Tile<32, 32> (&acc)[MATMUL_PIECES], uint tid, uint lane,
+                               uint simd) {
   threadgroup act_t* ta = (threadgroup act_t*)pool;
   threadgroup act_t* tb = ta + MATMUL_M * MATMUL_LD;
-  const uint sm = (simd & 1) * 32, sn = (simd >> 1) * 32;
-  const uint r = tid >> 1, half_k = (tid & 1) * MATMUL_HALF;
-  const bool valid = r < count;
+  const TilePart part = tile_part(count, simd);
+  const uint h_row = tid / 8, h_k = tid % 8 * MATMUL_VALUES;
+  const uint w_row = tid / 2, w_k = (tid & 1) * MATMUL_HALF;
   // The halves of a step lie in one group, or each in its own.
   const bool two_groups = MATMUL_PARTS == 2 && w.group_shift == 5;
-  const ulong n = min(n0 + r, w.n - 1);  // a ragged last tile reads its last row again
-  device const uint* row_codes = codes + (n * row_bytes(w.k, BITS) + half_k * BITS / 8) / 4;
-  device const uint* row_pairs = pairs + n * (w.k >> w.group_shift);
+  // Places as 32-bit numbers, for registers' sake: of h in 16 bytes, of codes and pairs in words.
+  device const uint4* h4 = (device const uint4*)h;
+  uint h_at[MATMUL_ROWS], w_at[2];
+  UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i)
+    h_at[i] = rows[i] * (w.k / MATMUL_VALUES) + tid % 8;
+  UNROLL for (uint i = 0; i < 2; ++i) {  // a ragged last tile reads its last row again
+    const uint n = min(n0 + w_row + i * (MATMUL_N / 2), w.n - 1);
+    w_at[i] = n * (w.k / 32 * BITS) + w_k * BITS / 32;
+  }
+  const uint pair_at = min(n0 + tid, w.n - 1) * (w.k >> w.group_shift);
 
-  Share next_h;
-  uint next_w[BITS * MATMUL_HALF / 32], next_pair = 0;
-  UNROLL for (uint i = 0; i < SHARE_VECTORS; ++i)
-    next_h.v[i] = uint4(0u);
-  if (valid) load_share(h + half_k, next_h);
-  load_share_codes<BITS>(row_codes, next_w);
-  if (BITS != 16) next_pair = row_pairs[half_k >> w.group_shift];
+  uint4 next_h[MATMUL_ROWS];
+  uint next_w[2][BITS * MATMUL_HALF / 32], next_pair[MATMUL_PARTS];
+  UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
+    next_h[i] = uint4(0u);
+    if (h_row + 16 * i < count) next_h[i] = h4[h_at[i]];
+  }
+  UNROLL for (uint i = 0; i < 2; ++i)
+    load_share_codes<BITS>(codes + w_at[i], next_w[i]);
+  UNROLL for (uint i = 0; i < MATMUL_PARTS; ++i)
+    next_pair[i] = BITS != 16 && (i == 0 || two_groups) ? pairs[pair_at + i] : 0;
 
-  Tile<32, 32> acc;
-  tile_zero(acc);
+  UNROLL for (uint i = 0; i < MATMUL_PIECES; ++i)
+    tile_zero(acc[i]);
   for (uint k0 = 0; k0 < w.k; k0 += MATMUL_K) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_share<BITS>(ta + r * MATMUL_LD + half_k, next_h);
-    store_share_codes<BITS>(tb + r * MATMUL_LD + half_k, next_w);
+    float row_sums[MATMUL_ROWS];
+    UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
+      *(threadgroup uint4*)(ta + (h_row + 16 * i) * MATMUL_LD + h_k) =
+          in_code_order<BITS>(next_h[i]);
+      row_sums[i] = vector_sum(next_h[i]);
+    }
+    UNROLL for (uint i = 0; i < 2; ++i) {
+      store_share_codes<BITS>(tb + (w_row + i * (MATMUL_N / 2)) * MATMUL_LD + w_k, next_w[i]);
+    }
     if (BITS != 16) {
-      const float half_sum = share_sum(next_h);
-      const float sum = half_sum + simd_shuffle_xor(half_sum, 1);
-      if (two_groups || (tid & 1) == 0) {
-        float2 sb = scale_bias(next_pair, w.scale_f16);
-        if (codes_in_pairs<BITS>()) sb.y = fma(-CODE_PAIR_OFFSET, sb.x, sb.y);
-        const uint at = (tid & 1) * MATMUL_M + r;
-        sums[at] = two_groups ? half_sum : sum;
-        scales[at] = sb;
+      const uint r = h_row + 16 * (2 * (lane & 1) + ((lane >> 1) & 1));
+      const float half_sum = neighbour_sums(row_sums, lane);
+      const float sum = half_sum + simd_shuffle_xor(half_sum, 4);
+      const bool second = (lane & 4) != 0;
+      if (two_groups || !second)
+        sums[(second ? MATMUL_M : 0) + r] = two_groups ? half_sum : sum;
+      UNROLL for (uint i = 0; i < MATMUL_PARTS; ++i) {
+        if (i == 0 || two_groups) {
+          float2 sb = scale_bias(next_pair[i], w.scale_f16);
+          if (codes_in_pairs<BITS>()) sb.y = fma(-CODE_PAIR_OFFSET, sb.x, sb.y);
+          scales[i * MATMUL_N + tid] = sb;
+        }
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint k1 = k0 + MATMUL_K;
     if (k1 < w.k) {
-      if (valid) load_share(h + k1 + half_k, next_h);
-      load_share_codes<BITS>(row_codes + k1 * BITS / 32, next_w);
-      if (BITS != 16) next_pair = row_pairs[(k1 + half_k) >> w.group_shift];
+      UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
+        if (h_row + 16 * i < count) next_h[i] = h4[h_at[i] + k1 / MATMUL_VALUES];
+      }
+      UNROLL for (uint i = 0; i < 2; ++i)
+        load_share_codes<BITS>(codes + w_at[i] + k1 * BITS / 32, next_w[i]);
+      UNROLL for (uint i = 0; i < MATMUL_PARTS; ++i) {
+        if (BITS != 16 && (i == 0 || two_groups)) {
+          next_pair[i] = pairs[pair_at + (k1 >> w.group_shift) + i];
+        }
+      }
     }
-    if (sm < count) {  // the same for the whole simdgroup
-      threadgroup const act_t* a = ta + sm * MATMUL_LD;
-      threadgroup const act_t* b = tb + sn * MATMUL_LD;
+    threadgroup const act_t* a = ta + part.row * MATMUL_LD;
+    UNROLL for (uint i = 0; i < MATMUL_PIECES; ++i) {
+      if (i >= part.pieces) continue;  // the same for the whole simdgroup
+      const uint column = part.column + i * 32;
+      threadgroup const act_t* b = tb + column * MATMUL_LD;
       if (BITS == 16) {
-        tile_mma(acc, a, MATMUL_LD, b, MATMUL_LD, MATMUL_K);
+        tile_mma(acc[i], a, MATMUL_LD, b, MATMUL_LD, MATMUL_K);
       } else if (two_groups) {
         UNROLL for (uint g = 0; g < MATMUL_PARTS; ++g) {
-          add_group<32>(acc, a + g * 32, b + g * 32, sums + g * MATMUL_M + sm,
-                        scales + g * MATMUL_M + sn, lane);
+          add_group<32>(acc[i], a + g * 32, b + g * 32, sums + g * MATMUL_M + part.row,
+                        scales + g * MATMUL_N + column, lane);
         }
       } else {
-        add_group<MATMUL_K>(acc, a, b, sums + sm, scales + sn, lane);
+        add_group<MATMUL_K>(acc[i], a, b, sums + part.row, scales + column, lane);
       }
     }
   }
+}
+// Leaves columns [first, first + 64) of the tile in the pool as float[64][MATMUL_STAGE].
+static inline void stage_tile(thread const Tile<32, 32> (&acc)[MATMUL_PIECES], uint count,
+                              uint first, threadgroup uint4* pool, uint lane, uint simd) {
+  const TilePart part = tile_part(count, simd);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (sm < count) {
-    tile_store(acc, (threadgroup float*)pool + sm * MATMUL_STAGE + sn, MATMUL_STAGE, lane);
+  UNROLL for (uint i = 0; i < MATMUL_PIECES; ++i) {
+    const uint column = part.column + i * 32;
+    if (i < part.pieces && column / MATMUL_STAGED * MATMUL_STAGED == first) {
+      tile_store(acc[i], (threadgroup float*)pool + part.row * MATMUL_STAGE + column - first,
+                 MATMUL_STAGE, lane);
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -290,7 +341,7 @@ static inline void write_row(threadgroup const float* row, device uchar* y, ulon
     }
     return;
   }
-  UNROLL for (uint c = 0; c < MATMUL_N; c += 32) {
+  UNROLL for (uint c = 0; c < MATMUL_STAGED; c += 32) {
     const uint col = c + lane;
     if (n0 + col < n) {
       const ulong i = at + n0 + col;
@@ -311,11 +362,18 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
                                uint simd) {
   const uint n0 = group.x * MATMUL_N, m0 = group.y * MATMUL_M;
   const uint count = min(p.rows - m0, (uint)MATMUL_M);
-  matrix_tile<BITS>(codes, pairs, p.w, h + (ulong)(m0 + (tid >> 1)) * p.w.k, count, n0, pool, sums,
-                    scales, tid, lane, simd);
-  for (uint r = simd; r < count; r += 4) {
-    write_row((threadgroup const float*)pool + r * MATMUL_STAGE, y,
-              (ulong)(m0 + r) * p.y_stride + p.y_offset, p.mode, n0, p.w.n, lane);
+  uint rows[MATMUL_ROWS];
+  UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i)
+    rows[i] = m0 + tid / 8 + 16 * i;
+  Tile<32, 32> acc[MATMUL_PIECES];
+  matrix_tile<BITS>(codes, pairs, p.w, h, rows, count, n0, pool, sums, scales, acc, tid, lane,
+                    simd);
+  for (uint c = 0; c < MATMUL_N && n0 + c < p.w.n; c += MATMUL_STAGED) {
+    stage_tile(acc, count, c, pool, lane, simd);
+    for (uint r = simd; r < count; r += 4) {
+      write_row((threadgroup const float*)pool + r * MATMUL_STAGE, y,
+                (ulong)(m0 + r) * p.y_stride + p.y_offset, p.mode, n0 + c, p.w.n, lane);
+    }
   }
 }
 #define MATMUL(op, name, BITS, c1, c2)                                                            \
@@ -342,18 +400,25 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
   if (group.y >= tiles[0]) return;  // the grid covers the longest list; the whole group leaves
   const uint expert = tiles[1 + 2 * group.y], first = tiles[2 + 2 * group.y];
   const uint count = min(offsets[expert + 1] - first, p.tile);
-  const uint n0 = group.x * MATMUL_N, r = tid >> 1;
-  const uint pair = order[first + min(r, count - 1)];
-  device const act_t* row = h + (ulong)(p.swiglu ? pair / p.top_k : pair) * p.w.k;
+  const uint n0 = group.x * MATMUL_N;
+  uint rows[MATMUL_ROWS];
+  UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
+    const uint pair = order[first + min(tid / 8 + 16 * i, count - 1)];
+    rows[i] = p.swiglu ? pair / p.top_k : pair;
+  }
+  Tile<32, 32> acc[MATMUL_PIECES];
   const ulong before = (ulong)expert * p.w.n;  // rows of the experts before
   matrix_tile<BITS>(codes + before * row_bytes(p.w.k, BITS) / 4,
-                    pairs + (BITS == 16 ? (ulong)0 : before * (p.w.k >> p.w.group_shift)), p.w, row,
-                    count, n0, pool, sums, scales, tid, lane, simd);
+                    pairs + (BITS == 16 ? (ulong)0 : before * (p.w.k >> p.w.group_shift)), p.w, h, rows,
+                    count, n0, pool, sums, scales, acc, tid, lane, simd);
   const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
   const ulong columns = p.swiglu ? p.w.n / 2 : p.w.n;
-  for (uint i = simd; i < count; i += 4) {
-    write_row((threadgroup const float*)pool + i * MATMUL_STAGE, y, order[first + i] * columns,
-              mode, n0, p.w.n, lane);
+  for (uint c = 0; c < MATMUL_N && n0 + c < p.w.n; c += MATMUL_STAGED) {
+    stage_tile(acc, count, c, pool, lane, simd);
+    for (uint i = simd; i < count; i += 4) {
+      write_row((threadgroup const float*)pool + i * MATMUL_STAGE, y, order[first + i] * columns,
+                mode, n0 + c, p.w.n, lane);
+    }
   }
 }
 #define EXPERT_MATMUL(op, name, BITS, c1, c2)                                                     \

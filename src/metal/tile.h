@@ -157,41 +157,49 @@ static inline constexpr uint tile_slot(uint i) {
   return (i / 4) / (N / 8) * 2 + ((i >> 1) & 1);
 }
 
-static inline uint tile_pair(threadgroup const bfloat* at) { return *(threadgroup const uint*)at; }
-// Two bf16 of a column of B, one row apart, as one register.
-static inline uint tile_pair_strided(threadgroup const bfloat* at, uint ld) {
-  return (uint)as_type<ushort>(at[0]) | ((uint)as_type<ushort>(at[ld]) << 16);
+// Four 8 x 8 pieces of bf16: lane l gives the address of row l & 7 of piece l >> 3 (16 bytes, aligned)
+// and gets of each piece two neighbours of row l / 4, or with TRANS of column l / 4.
+template <bool TRANS>
+static inline void tile_load(thread uint (&r)[4], threadgroup const bfloat* at) {
+  const uint address = (uint)(ulong)at;
+  if (TRANS) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  }
 }
 template <bool TRANSPOSED, uint M, uint N>
 static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* a, uint lda,
                                 threadgroup const bfloat* b, uint ldb, uint k_count) {
-  const uint g = tile_lane() / 4, c = (tile_lane() & 3) * 2;
+  // Pieces of A: rows 0 and 8 of k 0, then of k 8. Of B: k 0 and 8 of 8 columns, then of the next 8 (the
+  // last of an odd number of them is loaded twice).
+  const uint low = tile_lane() & 15, high = tile_lane() >> 4;
+  const uint n_low = (tile_lane() & 7) + high * 8, k_low = (tile_lane() & 8);
   for (uint k = 0; k < k_count; k += 16) {
     uint ra[M / 16][4];
-    UNROLL for (uint m = 0; m < M / 16; ++m) {
-      threadgroup const bfloat* at = a + (m * 16 + g) * lda + k + c;
-      ra[m][0] = tile_pair(at);
-      ra[m][1] = tile_pair(at + 8 * lda);
-      ra[m][2] = tile_pair(at + 8);
-      ra[m][3] = tile_pair(at + 8 * lda + 8);
-    }
-    UNROLL for (uint n = 0; n < N / 8; ++n) {
-      uint b0, b1;
-      if (TRANSPOSED) {
-        threadgroup const bfloat* at = b + (n * 8 + g) * ldb + k + c;
-        b0 = tile_pair(at);
-        b1 = tile_pair(at + 8);
+    UNROLL for (uint m = 0; m < M / 16; ++m)
+      tile_load<false>(ra[m], a + (m * 16 + low) * lda + k + high * 8);
+    UNROLL for (uint n0 = 0; n0 < N / 8; n0 += 2) {
+      uint rb[4];
+      if (N / 8 - n0 == 1) {
+        if (TRANSPOSED) tile_load<false>(rb, b + (n0 * 8 + (tile_lane() & 7)) * ldb + k + k_low);
+        else tile_load<true>(rb, b + (k + low) * ldb + n0 * 8);
+      } else if (TRANSPOSED) {
+        tile_load<false>(rb, b + (n0 * 8 + n_low) * ldb + k + k_low);
       } else {
-        threadgroup const bfloat* at = b + (k + c) * ldb + n * 8 + g;
-        b0 = tile_pair_strided(at, ldb);
-        b1 = tile_pair_strided(at + 8 * ldb, ldb);
+        tile_load<true>(rb, b + (k + low) * ldb + n0 * 8 + high * 8);
       }
-      UNROLL for (uint m = 0; m < M / 16; ++m) {
-        thread float* d = t.v + (m * (N / 8) + n) * 4;
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-            "{%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(ra[m][0]), "r"(ra[m][1]), "r"(ra[m][2]), "r"(ra[m][3]), "r"(b0), "r"(b1));
+      UNROLL for (uint n = n0; n < min(n0 + 2, N / 8); ++n) {
+        UNROLL for (uint m = 0; m < M / 16; ++m) {
+          thread float* d = t.v + (m * (N / 8) + n) * 4;
+          asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+              "{%8,%9}, {%0,%1,%2,%3};"
+              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+              : "r"(ra[m][0]), "r"(ra[m][1]), "r"(ra[m][2]), "r"(ra[m][3]),
+                "r"(rb[(n - n0) * 2]), "r"(rb[(n - n0) * 2 + 1]));
+        }
       }
     }
   }

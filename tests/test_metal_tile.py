@@ -52,14 +52,16 @@ def test_the_faster_tile_is_taken(
     assert re.search(says, products()[1])
 
 
-@pytest.mark.parametrize("wrong", ["1", "nan"])
+@pytest.mark.parametrize(
+    ("wrong", "value", "off"), [("WRONG", "1", "1"), ("WRONG", "nan", "nan"), ("IDLE", "1", "nan")]
+)
 def test_a_tile_that_computes_something_else_is_not_taken(
-    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch, wrong: str
+    software: SoftwareMetal, monkeypatch: pytest.MonkeyPatch, wrong: str, value: str, off: str
 ) -> None:
-    """In the first of all values: what comes after is right."""
+    """In the first of all values: what comes after is right. Or it computes nothing."""
     monkeypatch.setenv("SOFTWARE_METAL_TENSOR", "4")
-    monkeypatch.setenv("SOFTWARE_METAL_WRONG", wrong)
-    says = rf"simdgroup matrices \(tensor operations are off by -?{wrong} of \d"
+    monkeypatch.setenv(f"SOFTWARE_METAL_{wrong}", value)
+    says = rf"simdgroup matrices \(tensor operations are off by -?{off} of \d"
     assert re.search(says, products()[1])
 
 

@@ -151,6 +151,7 @@ BUGS = (
     Bug("what was kept is not believed", "kept == tile_form_name(form)", "false"),
     Bug("wrong products pass", "!(difference <= kSame * largest)", "false"),
     Bug("a NaN before other products passes", " || std::isnan(apart)"),
+    Bug("what the other tile left passes", "    device.upload(product.y, nan.data());\n"),
     Bug("no memory for the trial is an error", "catch (const LilyError& e) {  // no memory", "catch (const DeviceError& e) {  // no memory"),
     Bug("a fault decides the trial", "    } catch (const DeviceError&) {\n      throw;\n"),
     Bug("the slower tile", "seconds[1] < seconds[0]", "seconds[1] > seconds[0]"),

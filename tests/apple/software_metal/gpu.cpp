@@ -261,7 +261,7 @@ void Gpu::run_one(std::unique_lock<std::mutex>& lock) {
   std::string fault;
   lock.unlock();
   try {
-    sim::run(*call, seed, &done.touched);
+    if (dispatch.form != kTensor || !tensor_units().idle) sim::run(*call, seed, &done.touched);
   } catch (const lily::LilyError& error) {
     fault = error.what();
   }

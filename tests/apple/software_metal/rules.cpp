@@ -149,7 +149,8 @@ PipelineLimits pipeline_limits() {
 }
 TensorUnits tensor_units() {
   const double speed = number("SOFTWARE_METAL_TENSOR", 0);
-  return {speed > 0, speed, number("SOFTWARE_METAL_WRONG", 0)};
+  return {speed > 0, speed, number("SOFTWARE_METAL_WRONG", 0),
+          number("SOFTWARE_METAL_IDLE", 0) != 0};
 }
 uint64_t random_seed() { return uint64_t(number("SOFTWARE_METAL_SEED", 1)); }
 double hang_seconds() { return number("SOFTWARE_METAL_HANG", 5); }

@@ -65,11 +65,13 @@ struct PipelineLimits {
 PipelineLimits pipeline_limits();
 // SOFTWARE_METAL_TENSOR=4: the family Metal 4 is there, and a command buffer with a kernel on tensor
 // operations takes a quarter of the millisecond that is said of any other. SOFTWARE_METAL_WRONG=1: such
-// a kernel adds that, which may be nan, to the first value of its last result.
+// a kernel adds that, which may be nan, to the first value of its last result. SOFTWARE_METAL_IDLE=1: it
+// writes nothing.
 struct TensorUnits {
   bool there;
   double speed;
   double off;
+  bool idle;
 };
 TensorUnits tensor_units();
 uint64_t random_seed();  // SOFTWARE_METAL_SEED, 1 unless set

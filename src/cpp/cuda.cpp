@@ -468,15 +468,12 @@ class CudaDevice final : public Device {
     for (auto& [text, error] : missing) {
       threads.emplace_back([this, &done_mutex, text = text, &error = error] {
         std::vector<char> log(8192, 0);
-        // With more registers only two groups of a matrix product fit on a multiprocessor.
-        constexpr uintptr_t kRegisters = 168;
-        int options[] = {cuda::kJitMaxRegisters, cuda::kJitErrorLog, cuda::kJitErrorLogBytes};
-        void* values[] = {reinterpret_cast<void*>(kRegisters), log.data(),
-                          reinterpret_cast<void*>(log.size())};
+        int options[] = {cuda::kJitErrorLog, cuda::kJitErrorLogBytes};
+        void* values[] = {log.data(), reinterpret_cast<void*>(log.size())};
         cuda::Module module = nullptr;
         cuda::Result r = d_.context_push(gpu_->context);
         if (r == cuda::kSuccess) {
-          r = d_.module_load(&module, ptx_texts()[text].text, std::size(options), options, values);
+          r = d_.module_load(&module, ptx_texts()[text].text, 2, options, values);
           d_.context_pop(nullptr);
         }
         const std::lock_guard lock(done_mutex);

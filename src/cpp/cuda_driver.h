@@ -45,7 +45,7 @@ constexpr Result kSuccess = 0, kOutOfMemory = 2, kNoDevice = 100, kNotReady = 60
 constexpr unsigned kStreamNonBlocking = 1, kEventNoTiming = 2, kHostMapped = 2;
 constexpr int kAttributeMajor = 75, kAttributeMinor = 76;  // of the compute capability
 constexpr int kFunctionMaxThreads = 0;
-constexpr int kJitMaxRegisters = 0, kJitErrorLog = 5, kJitErrorLogBytes = 6;
+constexpr int kJitErrorLog = 5, kJitErrorLogBytes = 6;
 
 // clang-format off
 #define LILY_CUDA_CALLS(X)                                                                        \

@@ -70,7 +70,7 @@ Plan plan(const Matmul& p, const Target& t) {
   check_columns("matmul", p.y_stride, p.y_offset, columns);
   Plan plan;
   plan.variant = find_variant(Op::matmul, p.w.bits);
-  plan.grid = {ceil_div(p.w.n, kTileOutputs), ceil_div(p.rows, kTileRows), 1, 128};
+  plan.grid = {ceil_div(p.w.n, kTileOutputs), ceil_div(p.rows, kTileRows), 1, 256};
   plan.needs = {
       {"codes", DType::u32, code_elements(p.w), Access::read},
       {"pairs", DType::u32, pair_elements(p.w), Access::read},
@@ -96,7 +96,7 @@ Plan plan(const ExpertMatmul& p, const Target& t) {
         kMaxGroups);
   Plan plan;
   plan.variant = find_variant(Op::expert_matmul, p.w.bits);
-  plan.grid = {ceil_div(p.w.n, kTileOutputs), uint32_t(max_tiles), 1, 128};
+  plan.grid = {ceil_div(p.w.n, kTileOutputs), uint32_t(max_tiles), 1, 256};
   plan.needs = {
       {"codes", DType::u32, p.experts * code_elements(p.w), Access::read},
       {"pairs", DType::u32, p.experts * pair_elements(p.w), Access::read},

@@ -434,15 +434,31 @@ LILY_VARIANTS_qkv_rope(QKV_ROPE)
 #define FLASH_SHARE (FLASH_SIMDS * 32 / FLASH_M)  // threads of a row in the softmax
 #define FLASH_COLS (FLASH_PIECE / FLASH_SIMDS)
 
-// Copies a piece of 32 rows of K or V; rows past `valid` become 0: P is 0 there, but 0 times what
-// unused memory holds need not be 0.
-static inline void flash_load(device const act_t* from, uint valid, threadgroup act_t* to,
-                              uint tid) {
-  UNROLL for (uint i = 0; i < FLASH_KEYS * 16 / (FLASH_SIMDS * 32); ++i) {
-    const uint at = i * FLASH_SIMDS * 32 + tid, key = at / 16, c = at % 16 * FLASH_PAD;
-    uint4 v = uint4(0);
-    if (key < valid) v = *(device const uint4*)(from + key * LILY_HEAD_DIM + c);
-    *(threadgroup uint4*)(to + key * FLASH_LDK + c) = v;
+// A piece of 32 rows of K or V on its way to threadgroup memory. Rows past the last key become 0: P is 0
+// there, but 0 times what unused memory holds need not be 0.
+#define FLASH_VECTORS (FLASH_KEYS * 16 / (FLASH_SIMDS * 32))
+struct FlashPiece {
+  uint4 v[FLASH_VECTORS];
+};
+// Piece c < FLASH_PIECES of the keys from key0 on, or of their values after that.
+static inline void flash_load(thread FlashPiece& piece, device const Step* step, PARAM_REF(Flash) p,
+                              uint kv_head, uint key0, uint c, uint last, uint tid) {
+  device const act_t* from =
+      kv_keys(step, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
+      (c < FLASH_PIECES ? (ulong)0 : (ulong)p.kv_heads * KV_HEAD) +
+      key0 % LILY_KV_BLOCK * LILY_HEAD_DIM + c % FLASH_PIECES * FLASH_PIECE;
+  UNROLL for (uint i = 0; i < FLASH_VECTORS; ++i) {
+    const uint at = i * FLASH_SIMDS * 32 + tid, key = at / 16, column = at % 16 * FLASH_PAD;
+    piece.v[i] = uint4(0);
+    if (key0 + key <= last) {
+      piece.v[i] = *(device const uint4*)(from + key * LILY_HEAD_DIM + column);
+    }
+  }
+}
+static inline void flash_put(thread const FlashPiece& piece, threadgroup act_t* to, uint tid) {
+  UNROLL for (uint i = 0; i < FLASH_VECTORS; ++i) {
+    const uint at = i * FLASH_SIMDS * 32 + tid;
+    *(threadgroup uint4*)(to + at / 16 * FLASH_LDK + at % 16 * FLASH_PAD) = piece.v[i];
   }
 }
 static inline void flash_body(device const act_t* q, device const act_t* proj, device act_t* y,
@@ -469,24 +485,24 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
   const uint row = tid / FLASH_SHARE, share = tid % FLASH_SHARE;
   const uint row_last = min(p.position + q0 + row / ratio, last);
   float top = -INFINITY, total = 0.0f;
+  // The next piece is on its way from memory while one is multiplied.
+  FlashPiece next;
+  flash_load(next, step, p, kv_head, 0, 0, last, tid);
   for (uint key0 = 0; key0 <= last; key0 += FLASH_KEYS) {
-    device const act_t* keys =
-        kv_keys(step, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
-        key0 % LILY_KV_BLOCK * LILY_HEAD_DIM;
-    device const act_t* values = keys + p.kv_heads * KV_HEAD;
-    const uint valid = last - key0 + 1;
     Tile<FLASH_M, FLASH_KEYS / FLASH_SIMDS> s;
     tile_zero(s);
     for (uint c = 0; c < FLASH_PIECES; ++c) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      flash_load(keys + c * FLASH_PIECE, valid, tk, tid);
+      flash_put(next, tk, tid);
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      flash_load(next, step, p, kv_head, key0, c + 1, last, tid);
       tile_mma(s, tq + c * FLASH_PIECE, FLASH_LDQ, tk + simd * 8 * FLASH_LDK, FLASH_LDK,
                FLASH_PIECE);
     }
     tile_store(s, ts + simd * 8, FLASH_LDS, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    flash_load(values, valid, tk, tid);
+    flash_put(next, tk, tid);
+    flash_load(next, step, p, kv_head, key0, FLASH_PIECES + 1, last, tid);
     {
       float e[FLASH_KEYS / FLASH_SHARE], m = top, sum = 0.0f;
       UNROLL for (uint i = 0; i < FLASH_KEYS / FLASH_SHARE; ++i) {
@@ -513,7 +529,12 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
     UNROLL for (uint c = 0; c < FLASH_PIECES; ++c) {
       if (c > 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        flash_load(values + c * FLASH_PIECE, valid, tk, tid);
+        flash_put(next, tk, tid);
+        if (c + 1 < FLASH_PIECES) {
+          flash_load(next, step, p, kv_head, key0, FLASH_PIECES + c + 1, last, tid);
+        } else if (key0 + FLASH_KEYS <= last) {
+          flash_load(next, step, p, kv_head, key0 + FLASH_KEYS, 0, last, tid);
+        }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       float f[Tile<FLASH_M, FLASH_COLS>::kSlots];

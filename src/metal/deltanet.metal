@@ -273,13 +273,17 @@ static inline float2 add_pairs(float2 a, float2 b) {
   return float2(s, (a.x - (s - t)) + (b.x - t) + (a.y + b.y));
 }
 static inline float pair_difference(float2 a, float2 b) { return (a.x - b.x) + (a.y - b.y); }
-// By one simdgroup: lane i gets the sums up to and with rows 2 i and 2 i + 1. Rows past the end of
-// the sequence decay by nothing.
-static inline void decay_sums(device const float* g, uint row0, uint rows, uint heads, uint h,
-                              uint lane, thread float2& even, thread float2& odd) {
+// Log decays of rows 2 lane and 2 lane + 1 of a chunk. Rows past the end of the sequence decay by nothing.
+static inline float2 load_decays(device const float* g, uint row0, uint rows, uint heads, uint h,
+                                 uint lane) {
   const uint r = row0 + 2 * lane;
-  even = float2(r < rows ? g[(ulong)r * heads + h] : 0.0f, 0.0f);
-  odd = add_pairs(even, float2(r + 1 < rows ? g[(ulong)(r + 1) * heads + h] : 0.0f, 0.0f));
+  return float2(r < rows ? g[(ulong)r * heads + h] : 0.0f,
+                r + 1 < rows ? g[(ulong)(r + 1) * heads + h] : 0.0f);
+}
+// By one simdgroup: the sums up to and with the lane's two rows.
+static inline void decay_sums(float2 decays, uint lane, thread float2& even, thread float2& odd) {
+  even = float2(decays.x, 0.0f);
+  odd = add_pairs(even, float2(decays.y, 0.0f));
   UNROLL for (ushort o = 1; o < 32; o <<= 1) {
     const float2 below = float2(simd_shuffle_up(odd.x, o), simd_shuffle_up(odd.y, o));
     if (lane >= o) odd = add_pairs(below, odd);
@@ -321,7 +325,7 @@ static inline void delta_wy_body(device const float* q, device const float* k,
   const ulong value_floats = (ulong)p.value_heads * LILY_DELTA_DIM;
   if (simd == 0) {
     float2 even, odd;
-    decay_sums(g, row0, rows, p.value_heads, h, lane, even, odd);
+    decay_sums(load_decays(g, row0, rows, p.value_heads, h, lane), lane, even, odd);
     UNROLL for (uint e = 0; e < 2; ++e) {
       const uint i = 2 * lane + e, r = row0 + i;
       const float2 sum = e ? odd : even;
@@ -428,13 +432,43 @@ LILY_VARIANTS_delta_wy(DELTA_WY)
 // ---- delta_scan ---------------------------------------------------------------------------------
 // Group = (value head, 16 value columns), 4 simdgroups; the state [16 v][128 k] lives in threadgroup
 // memory through all chunks. Per chunk: [w; q] S^T, from it the writes d = u - w S^T and o =
-// exp(G) q S^T + scores d, then S = exp(G_last) S + d^T (exp(G_last - G) k).
+// exp(G) q S^T + scores d, then S = exp(G_last) S + d^T (exp(G_last - G) k). The chunks are a chain, so
+// what one needs from memory is on its way while the one before is computed.
 #define SCAN_THREADS 128
 #define SCAN_V 16
 #define SCAN_PIECE 32                     // key columns of w and q staged at a time
 #define SCAN_LD (SCAN_PIECE + 4)          // rows on different banks
 #define SCAN_WIDE_LD (LILY_CHUNK + 4)     // of 64 columns of scores or k, and of d
 #define SCAN_STATE_LD (LILY_DELTA_DIM + 4)
+#define SCAN_VECTORS (LILY_CHUNK * LILY_CHUNK / 4 / SCAN_THREADS)  // a thread's of 64 x 64 floats
+
+// 64 x 64 floats on their way to threadgroup memory: `from` and, where it is not the same, `from2` give 64
+// rows of COLUMNS each.
+struct ScanStage {
+  float4 v[SCAN_VECTORS];
+};
+template <uint COLUMNS>
+static inline void load_stage(thread ScanStage& s, device const float* from,
+                              ulong stride, device const float* from2, ulong stride2, uint row0,
+                              uint rows, uint tid) {
+  UNROLL for (uint i = 0; i < SCAN_VECTORS; ++i) {
+    const bool second = COLUMNS < LILY_CHUNK && i >= SCAN_VECTORS / 2;
+    const uint at = i % (COLUMNS < LILY_CHUNK ? SCAN_VECTORS / 2 : SCAN_VECTORS) * SCAN_THREADS + tid;
+    const uint r = row0 + at / (COLUMNS / 4), c = 4 * (at % (COLUMNS / 4));
+    s.v[i] = float4(0.0f);  // past the end of the sequence
+    if (r < rows) {
+      s.v[i] = *(device const float4*)(second ? from2 + r * stride2 + c : from + r * stride + c);
+    }
+  }
+}
+template <uint COLUMNS>
+static inline void store_stage(thread const ScanStage& s, threadgroup float* stage, uint tid) {
+  UNROLL for (uint i = 0; i < SCAN_VECTORS; ++i) {
+    const uint at = i * SCAN_THREADS + tid;
+    *(threadgroup float4*)(stage + at / (COLUMNS / 4) * (COLUMNS + 4) + 4 * (at % (COLUMNS / 4))) =
+        s.v[i];
+  }
+}
 static inline void delta_scan_body(
     device const float* q, device const float* k, device const float* g, device const float* w,
     device const float* u, device const float* scores, device const float* state_in,
@@ -445,9 +479,17 @@ static inline void delta_scan_body(
   const uint kh = h / (p.value_heads / p.key_heads);
   const ulong key_floats = (ulong)p.key_heads * LILY_DELTA_DIM;
   const ulong value_floats = (ulong)p.value_heads * LILY_DELTA_DIM;
+  const ulong score_floats = (ulong)p.value_heads * LILY_CHUNK;
+  device const float* head_w = w + h * LILY_DELTA_DIM;
+  device const float* head_q = q + kh * LILY_DELTA_DIM;
+  device const float* head_k = k + kh * LILY_DELTA_DIM;
+  device const float* head_scores = scores + (ulong)h * LILY_CHUNK;
   // Of products [rows][16 v]: this thread has rows rg + 16 i and columns cg, cg + 8.
   const uint cg = lane & 7, rg = (lane >> 3) + 4 * simd;
   const ulong state_at = ((ulong)h * LILY_DELTA_DIM + v0) * LILY_DELTA_DIM;
+  ScanStage next;
+  load_stage<SCAN_PIECE>(next, head_w, value_floats, head_q, key_floats, 0, rows, tid);
+  float2 next_g = load_decays(g, 0, rows, p.value_heads, h, lane);
   for (uint i = tid; i < SCAN_V * LILY_DELTA_DIM / 4; i += SCAN_THREADS) {
     *(threadgroup float4*)(state + i / 32 * SCAN_STATE_LD + 4 * (i % 32)) =
         *(device const float4*)(state_in + state_at + 4 * i);
@@ -455,22 +497,35 @@ static inline void delta_scan_body(
   for (uint row0 = 0; row0 < rows; row0 += LILY_CHUNK) {
     if (simd == 0) {
       float2 even, odd;
-      decay_sums(g, row0, rows, p.value_heads, h, lane, even, odd);
+      decay_sums(next_g, lane, even, odd);
       const float2 last = float2(simd_shuffle(odd.x, 31), simd_shuffle(odd.y, 31));
       grown[2 * lane] = exp_(even.x + even.y);
       grown[2 * lane + 1] = exp_(odd.x + odd.y);
       rest[2 * lane] = exp_(pair_difference(last, even));
       rest[2 * lane + 1] = exp_(pair_difference(last, odd));
+      next_g = load_decays(g, row0 + LILY_CHUNK, rows, p.value_heads, h, lane);
+    }
+    float wanted[4][2];
+    UNROLL for (uint i = 0; i < 4; ++i) {
+      const uint r = row0 + rg + 16 * i;
+      UNROLL for (uint e = 0; e < 2; ++e) {
+        wanted[i][e] =
+            r < rows ? u[r * value_floats + h * LILY_DELTA_DIM + v0 + cg + 8 * e] : 0.0f;
+      }
     }
     float acc[8][2];  // 4 rows of w S^T, 4 of q S^T
     UNROLL for (uint i = 0; i < 8; ++i)
       acc[i][0] = acc[i][1] = 0.0f;
     for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += SCAN_PIECE) {
-      stage_rows(w + h * LILY_DELTA_DIM + d0, row0, rows, value_floats, SCAN_PIECE / 4, stage,
-                 SCAN_LD, tid, SCAN_THREADS);
-      stage_rows(q + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, SCAN_PIECE / 4,
-                 stage + LILY_CHUNK * SCAN_LD, SCAN_LD, tid, SCAN_THREADS);
+      store_stage<SCAN_PIECE>(next, stage, tid);
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      const uint d1 = d0 + SCAN_PIECE;
+      if (d1 < LILY_DELTA_DIM) {
+        load_stage<SCAN_PIECE>(next, head_w + d1, value_floats, head_q + d1, key_floats, row0,
+                               rows, tid);
+      } else {
+        load_stage<LILY_CHUNK>(next, head_scores, score_floats, head_scores, 0, row0, rows, tid);
+      }
       for (uint c = 0; c < SCAN_PIECE; c += 4) {
         const float4 s0 = *(threadgroup const float4*)(state + cg * SCAN_STATE_LD + d0 + c);
         const float4 s1 = *(threadgroup const float4*)(state + (cg + 8) * SCAN_STATE_LD + d0 + c);
@@ -484,14 +539,13 @@ static inline void delta_scan_body(
     }
     UNROLL for (uint i = 0; i < 4; ++i) {
       const uint r = rg + 16 * i;
-      device const float* at = u + (row0 + r) * value_floats + h * LILY_DELTA_DIM + v0 + cg;
       UNROLL for (uint e = 0; e < 2; ++e) {
-        d[(cg + 8 * e) * SCAN_WIDE_LD + r] = row0 + r < rows ? at[8 * e] - acc[i][e] : 0.0f;
+        d[(cg + 8 * e) * SCAN_WIDE_LD + r] = row0 + r < rows ? wanted[i][e] - acc[i][e] : 0.0f;
         acc[4 + i][e] *= grown[r];
       }
     }
-    stage_rows(scores + (ulong)h * LILY_CHUNK, row0, rows, (ulong)p.value_heads * LILY_CHUNK,
-               LILY_CHUNK / 4, stage, SCAN_WIDE_LD, tid, SCAN_THREADS);
+    store_stage<LILY_CHUNK>(next, stage, tid);
+    load_stage<LILY_CHUNK>(next, head_k, key_floats, head_k, 0, row0, rows, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint c = 0; c < LILY_CHUNK; c += 4) {
       const float4 d_0 = *(threadgroup const float4*)(d + cg * SCAN_WIDE_LD + c);
@@ -514,8 +568,13 @@ static inline void delta_scan_body(
     const float kept = grown[LILY_CHUNK - 1];
     for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += LILY_CHUNK) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage_rows(k + kh * LILY_DELTA_DIM + d0, row0, rows, key_floats, LILY_CHUNK / 4, stage,
-                 SCAN_WIDE_LD, tid, SCAN_THREADS);
+      store_stage<LILY_CHUNK>(next, stage, tid);
+      if (d0 == 0) {
+        load_stage<LILY_CHUNK>(next, head_k + LILY_CHUNK, key_floats, head_k, 0, row0, rows, tid);
+      } else {
+        load_stage<SCAN_PIECE>(next, head_w, value_floats, head_q, key_floats, row0 + LILY_CHUNK,
+                               rows, tid);
+      }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       float4 sum0 = float4(0.0f), sum1 = float4(0.0f);
       for (uint r = 0; r < LILY_CHUNK; r += 4) {

@@ -87,37 +87,34 @@ static inline void project_body(device const uint* codes, device const uint* pai
 LILY_VARIANTS_project(PROJECT)
 
 // ---- matrix tiles -------------------------------------------------------------------------------
-// 64 rows of h times 128 rows of W: 4 simdgroups, each 32 x 64, or of 32 rows of h at most 32 x 32.
-// Integer codes are exact in bf16; what lies in one group is multiplied alone, then scaled and shifted
-// in fp32: y += s (q.h) + b sum(h). The next step of k is on its way from memory while one is
-// multiplied.
+// 64 rows of h times 128 rows of W: 8 simdgroups, each 32 x 32. Integer codes are exact in bf16; what
+// lies in one group is multiplied alone, then scaled and shifted in fp32: y += s (q.h) + b sum(h). The
+// next step of k is on its way from memory while one is multiplied.
 #define MATMUL_M 64
 #define MATMUL_N 128
-#define MATMUL_THREADS 128
+#define MATMUL_SIMDS 8
 #ifdef LILY_EXACT
 #define MATMUL_K 32  // of k a step: what threadgroup memory holds
 #else
 #define MATMUL_K 64
 #endif
-#define MATMUL_HALF (MATMUL_K / 2)            // of a row of W: a thread's share, of two rows
-#define MATMUL_PARTS (MATMUL_K / 32)          // groups of a step, at most
-#define MATMUL_LD (MATMUL_K + 8)              // padded by 16 bytes, so that rows fall on different banks
-#define MATMUL_VALUES (16 / sizeof(act_t))    // of 16 bytes of h; 8 neighbours load 128 of a row
-#define MATMUL_ROWS 4                         // of h a thread loads of, 16 apart
-#define MATMUL_STAGED 64                      // columns of the result that lie in threadgroup memory
-#define MATMUL_STAGE (MATMUL_STAGED + 8)      // a row of them
+#define MATMUL_HALF (MATMUL_K / 2)          // of a row of W: a thread's share
+#define MATMUL_PARTS (MATMUL_K / 32)        // groups of a step, at most
+#define MATMUL_VALUES (16 / sizeof(act_t))  // of 16 bytes of h; 8 neighbours load 128 of a row
+#define MATMUL_LD (MATMUL_K + MATMUL_VALUES)  // padded by 16 bytes, so that rows fall on different banks
+#define MATMUL_ROWS 2                       // of h a thread loads of, 32 apart
+#define MATMUL_QUAD 4                       // groups whose scales are loaded at once
+#define MATMUL_QUAD_LD (MATMUL_N + 4)
+#define MATMUL_STAGED 64                    // columns of the result that lie in threadgroup memory
+#define MATMUL_STAGE (MATMUL_STAGED + 8)    // a row of them
 #define MATMUL_POOL ((MATMUL_M + MATMUL_N) * MATMUL_LD * sizeof(act_t) / 16)  // uint4: operands, result
 static_assert(MATMUL_M * MATMUL_STAGE * 4 <= MATMUL_POOL * 16, "the result fits");
 
-// bf16 operands of 4-bit codes: code q as 16 + q, a nibble in the upper mantissa bits of 16. Two come
-// out of a word at once, codes j and j + 4, so that k runs 0 4 1 5 2 6 3 7 within 8 in both operands.
+// Whether W goes through tile_mma_codes.
 template <uint BITS>
-static inline constexpr bool codes_in_pairs() {
+static inline constexpr bool is_coded() {
   return BITS == 4 && sizeof(act_t) == 2;
 }
-#define CODE_PAIR_OFFSET 16.0f
-#define CODE_PAIRS(w) (((w) & 0x00780078u) | 0x41804180u)
-
 static inline float vector_sum(uint4 v) {
   float sum = 0.0f;
   UNROLL for (uint c = 0; c < 4; ++c) {
@@ -129,12 +126,6 @@ static inline float vector_sum(uint4 v) {
 #endif
   }
   return sum;
-}
-template <uint BITS>
-static inline uint4 in_code_order(uint4 v) {
-  if (!codes_in_pairs<BITS>()) return v;
-  return uint4((v.x & 0xffffu) | (v.z << 16), (v.x >> 16) | (v.z & 0xffff0000u),
-               (v.y & 0xffffu) | (v.w << 16), (v.y >> 16) | (v.w & 0xffff0000u));
 }
 // Code j of a word as a number.
 template <uint BITS>
@@ -157,177 +148,185 @@ static inline void load_share_codes(device const uint* at,
     }
   }
 }
+template <uint WORDS>
+static inline uint4 share_codes(thread const uint (&w)[WORDS]) {
+  return uint4(w[0], w[1], w[2 % WORDS], w[3 % WORDS]);
+}
 template <uint BITS>
 static inline void store_share_codes(threadgroup act_t* to,
                                      thread const uint (&w)[BITS * MATMUL_HALF / 32]) {
   UNROLL for (uint i = 0; i < MATMUL_HALF * sizeof(act_t) / 16; ++i) {
     uint4 v;
-    if (codes_in_pairs<BITS>()) {
-      const uint q = w[i % (BITS * MATMUL_HALF / 32)];
-      v = uint4(CODE_PAIRS(q << 3), CODE_PAIRS(q >> 1), CODE_PAIRS(q >> 5), CODE_PAIRS(q >> 9));
-    } else {
-      UNROLL for (uint c = 0; c < 4; ++c) {
+    UNROLL for (uint c = 0; c < 4; ++c) {
 #ifdef LILY_EXACT
-        const uint at = 4 * i + c;
-        v[c] = as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS)));
+      const uint at = 4 * i + c;
+      v[c] = as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS)));
 #else
-        const uint at = 8 * i + 2 * c;
-        v[c] = (as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS))) >> 16) |
-               as_type<uint>(code_value<BITS>(w[(at + 1) * BITS / 32], (at + 1) % (32 / BITS)));
+      const uint at = 8 * i + 2 * c;
+      v[c] = (as_type<uint>(code_value<BITS>(w[at * BITS / 32], at % (32 / BITS))) >> 16) |
+             as_type<uint>(code_value<BITS>(w[(at + 1) * BITS / 32], (at + 1) % (32 / BITS)));
 #endif
-      }
     }
     ((threadgroup uint4*)to)[i] = v;
   }
 }
 
-// acc += K of k of one group. sums, scales: of the simdgroup's rows of h and of W.
-template <uint K>
-static inline void add_group(thread Tile<32, 32>& acc, threadgroup const act_t* ta,
-                             threadgroup const act_t* tb, threadgroup const float* sums,
-                             threadgroup const float2* scales, uint lane) {
-  Tile<32, 32> part;
+// acc += h W^T over K of k of one group, from k of the step on. sums, scales: of the simdgroup's rows of
+// h and of W; row: where its columns begin in tb.
+template <uint BITS, uint K, uint M>
+static inline void add_group(thread Tile<M, 32>& acc, threadgroup const act_t* ta,
+                             threadgroup const uint4* tb, uint row, uint k,
+                             threadgroup const float* sums, threadgroup const float2* scales,
+                             uint lane) {
+  Tile<M, 32> part;
+  float row_sums[Tile<M, 32>::kSlots];
   tile_zero(part);
-  tile_mma(part, ta, MATMUL_LD, tb, MATMUL_LD, K);
-  UNROLL for (uint i = 0; i < Tile<32, 32>::kSize; ++i) {
-    const float2 sb = scales[tile_col<32, 32>(i, lane)];
-    acc.v[i] = fma(sb.x, part.v[i], fma(sb.y, sums[tile_row<32, 32>(i, lane)], acc.v[i]));
+  if (is_coded<BITS>()) {
+    tile_mma_codes<K>(part, row_sums, (threadgroup const bfloat*)ta, MATMUL_LD,
+                      (threadgroup const uint*)tb + row * CODE_ROW(MATMUL_K), CODE_ROW(MATMUL_K), k,
+                      sums, lane);
+  } else {
+    tile_mma(part, ta + k, MATMUL_LD, (threadgroup const act_t*)tb + row * MATMUL_LD + k, MATMUL_LD,
+             K);
+    UNROLL for (uint i = 0; i < Tile<M, 32>::kSize; ++i)
+      row_sums[tile_slot<M, 32>(i)] = sums[tile_row<M, 32>(i, lane)];
+  }
+  UNROLL for (uint i = 0; i < Tile<M, 32>::kSize; ++i) {
+    const float2 sb = scales[tile_col<M, 32>(i, lane)];
+    acc.v[i] = fma(sb.x, part.v[i], fma(sb.y, row_sums[tile_slot<M, 32>(i)], acc.v[i]));
   }
 }
 
-// Where a simdgroup's part of a tile lies: `pieces` of 32 columns.
-struct TilePart {
-  uint row, column, pieces;
-};
-static inline TilePart tile_part(uint count, uint simd) {
-  TilePart part;
-  const bool low = count <= 32;
-  part.row = low ? 0 : (simd & 1) * 32;
-  part.column = low ? simd * 32 : (simd >> 1) * 64;
-  part.pieces = low ? 1 : 2;
-  return part;
+// The row of W a thread loads codes of: even ones before odd ones of 8, so that 8 threads that store 16
+// bytes each fall on different banks.
+static inline uint weight_row(uint tid) {
+  return (tid / 16 * 8) | (tid / 2 & 3) * 2 | (tid / 8 & 1);
 }
-#define MATMUL_PIECES 2
-
-// Sums of the four values s over the 4 neighbouring lanes: the lane gets that of value
-// 2 (lane & 1) + (lane >> 1 & 1).
-static inline float neighbour_sums(thread const float (&s)[MATMUL_ROWS], uint lane) {
-  const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
-  const float a = (odd ? s[2] : s[0]) + simd_shuffle_xor(odd ? s[0] : s[2], 1);
-  const float b = (odd ? s[3] : s[1]) + simd_shuffle_xor(odd ? s[1] : s[3], 1);
-  return (upper ? b : a) + simd_shuffle_xor(upper ? a : b, 2);
-}
-
-// acc = h W^T of the simdgroup's part of the tile. rows: the rows of h this thread loads of, numbers
-// tid / 8 + 16 i of the tile; rows from `count` on are not there.
+// Codes and scales of the step at k: of that row of the tile; of one group of rows tid / 4 and 64
+// further. What lies past the last row of W stays as it is: its columns are not written.
 template <uint BITS>
+static inline void load_step(device const uint* codes, device const uint* pairs,
+                             PARAM_REF(Linear) w, uint k, uint n0, uint w_at, uint pair_at,
+                             thread uint (&next_w)[BITS * MATMUL_HALF / 32],
+                             thread uint (&next_pair)[2], uint tid) {
+  if (n0 + weight_row(tid) < w.n) load_share_codes<BITS>(codes + w_at + k / 32 * BITS, next_w);
+  if (BITS == 16 || k % (MATMUL_QUAD << w.group_shift) != 0) return;
+  const uint groups = w.k >> w.group_shift, first = k >> w.group_shift;
+  UNROLL for (uint i = 0; i < 2; ++i) {
+    if (n0 + tid / MATMUL_QUAD + 64 * i < w.n && first + tid % MATMUL_QUAD < groups)
+      next_pair[i] = pairs[pair_at + 64 * i * groups + first];
+  }
+}
+
+// acc = h W^T of the simdgroup's part of the tile: rows M (simd & 1), columns 32 (simd / 2). rows: the
+// rows of h this thread loads of, numbers tid / 8 and 32 further of the tile; rows from `count`, at most
+// 2 M, on are not there.
+template <uint BITS, uint M>
 static inline void matrix_tile(device const uint* codes, device const uint* pairs,
                                PARAM_REF(Linear) w, device const act_t* h,
                                thread const uint (&rows)[MATMUL_ROWS], uint count, uint n0,
                                threadgroup uint4* pool, threadgroup float* sums,
-                               threadgroup float2* scales,
-                               thread Tile<32, 32> (&acc)[MATMUL_PIECES], uint tid, uint lane,
-                               uint simd) {
+                               threadgroup float2* scales, thread Tile<M, 32>& acc, uint tid,
+                               uint lane, uint simd) {
+  constexpr bool SUMS = BITS != 16 && (!is_coded<BITS>() || CODE_SUMS);
   threadgroup act_t* ta = (threadgroup act_t*)pool;
-  threadgroup act_t* tb = ta + MATMUL_M * MATMUL_LD;
-  const TilePart part = tile_part(count, simd);
+  threadgroup uint4* tb = pool + MATMUL_M * MATMUL_LD * sizeof(act_t) / 16;
+  const uint row = (simd & 1) * M, column = simd / 2 * 32;
   const uint h_row = tid / 8, h_k = tid % 8 * MATMUL_VALUES;
-  const uint w_row = tid / 2, w_k = (tid & 1) * MATMUL_HALF;
+  const uint w_row = weight_row(tid), w_k = (tid & 1) * MATMUL_HALF;
+  const uint pair_row = tid / MATMUL_QUAD, quad = tid % MATMUL_QUAD;
   // The halves of a step lie in one group, or each in its own.
   const bool two_groups = MATMUL_PARTS == 2 && w.group_shift == 5;
   // Places as 32-bit numbers, for registers' sake: of h in 16 bytes, of codes and pairs in words.
   device const uint4* h4 = (device const uint4*)h;
-  uint h_at[MATMUL_ROWS], w_at[2];
+  const uint pair_at = (n0 + pair_row) * (w.k >> w.group_shift) + quad;
+  const uint w_at = (n0 + w_row) * (w.k / 32 * BITS) + w_k * BITS / 32;
+  uint h_at[MATMUL_ROWS];
   UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i)
     h_at[i] = rows[i] * (w.k / MATMUL_VALUES) + tid % 8;
-  UNROLL for (uint i = 0; i < 2; ++i) {  // a ragged last tile reads its last row again
-    const uint n = min(n0 + w_row + i * (MATMUL_N / 2), w.n - 1);
-    w_at[i] = n * (w.k / 32 * BITS) + w_k * BITS / 32;
-  }
-  const uint pair_at = min(n0 + tid, w.n - 1) * (w.k >> w.group_shift);
 
   uint4 next_h[MATMUL_ROWS];
-  uint next_w[2][BITS * MATMUL_HALF / 32], next_pair[MATMUL_PARTS];
+  uint next_w[BITS * MATMUL_HALF / 32], next_pair[2] = {0, 0};
   UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
     next_h[i] = uint4(0u);
-    if (h_row + 16 * i < count) next_h[i] = h4[h_at[i]];
+    if (h_row + 32 * i < count) next_h[i] = h4[h_at[i]];
+    else *(threadgroup uint4*)(ta + (h_row + 32 * i) * MATMUL_LD + h_k) = next_h[i];
   }
-  UNROLL for (uint i = 0; i < 2; ++i)
-    load_share_codes<BITS>(codes + w_at[i], next_w[i]);
-  UNROLL for (uint i = 0; i < MATMUL_PARTS; ++i)
-    next_pair[i] = BITS != 16 && (i == 0 || two_groups) ? pairs[pair_at + i] : 0;
+  UNROLL for (uint i = 0; i < BITS * MATMUL_HALF / 32; ++i)
+    next_w[i] = 0;
+  load_step<BITS>(codes, pairs, w, 0, n0, w_at, pair_at, next_w, next_pair, tid);
 
-  UNROLL for (uint i = 0; i < MATMUL_PIECES; ++i)
-    tile_zero(acc[i]);
+  tile_zero(acc);
   for (uint k0 = 0; k0 < w.k; k0 += MATMUL_K) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float row_sums[MATMUL_ROWS];
     UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
-      *(threadgroup uint4*)(ta + (h_row + 16 * i) * MATMUL_LD + h_k) =
-          in_code_order<BITS>(next_h[i]);
-      row_sums[i] = vector_sum(next_h[i]);
+      if (SUMS) row_sums[i] = vector_sum(next_h[i]);
+      if (h_row + 32 * i >= count) continue;
+      threadgroup act_t* to = ta + (h_row + 32 * i) * MATMUL_LD;
+      if (is_coded<BITS>()) tile_put_values((threadgroup bfloat*)to, h_k, next_h[i]);
+      else *(threadgroup uint4*)(to + h_k) = next_h[i];
     }
-    UNROLL for (uint i = 0; i < 2; ++i) {
-      store_share_codes<BITS>(tb + (w_row + i * (MATMUL_N / 2)) * MATMUL_LD + w_k, next_w[i]);
+    if (is_coded<BITS>()) {
+      tile_put_codes((threadgroup uint*)tb + w_row * CODE_ROW(MATMUL_K), w_k, share_codes(next_w));
+    } else {
+      store_share_codes<BITS>((threadgroup act_t*)tb + w_row * MATMUL_LD + w_k, next_w);
     }
-    if (BITS != 16) {
-      const uint r = h_row + 16 * (2 * (lane & 1) + ((lane >> 1) & 1));
-      const float half_sum = neighbour_sums(row_sums, lane);
-      const float sum = half_sum + simd_shuffle_xor(half_sum, 4);
-      const bool second = (lane & 4) != 0;
-      if (two_groups || !second)
-        sums[(second ? MATMUL_M : 0) + r] = two_groups ? half_sum : sum;
-      UNROLL for (uint i = 0; i < MATMUL_PARTS; ++i) {
-        if (i == 0 || two_groups) {
-          float2 sb = scale_bias(next_pair[i], w.scale_f16);
-          if (codes_in_pairs<BITS>()) sb.y = fma(-CODE_PAIR_OFFSET, sb.x, sb.y);
-          scales[i * MATMUL_N + tid] = sb;
-        }
+    if (SUMS) {
+      // Over the 4 neighbours of a half of the step: even lanes get the first row's sum, odd ones the
+      // second's.
+      const bool odd = (lane & 1) != 0, upper = (lane & 4) != 0;
+      float sum = (odd ? row_sums[1] : row_sums[0]) +
+                  simd_shuffle_xor(odd ? row_sums[0] : row_sums[1], 1);
+      sum += simd_shuffle_xor(sum, 2);
+      const float both = sum + simd_shuffle_xor(sum, 4);
+      if ((lane & 2) == 0 && (two_groups || !upper)) {
+        sums[(upper ? MATMUL_M : 0) + h_row + (odd ? 32 : 0)] = two_groups ? sum : both;
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (BITS != 16 && k0 % (MATMUL_QUAD << w.group_shift) == 0) {
+      UNROLL for (uint i = 0; i < 2; ++i) {
+        float2 sb = scale_bias(next_pair[i], w.scale_f16);
+        if (is_coded<BITS>()) sb.y = fma(-CODE_OFFSET, sb.x, sb.y);
+        scales[quad * MATMUL_QUAD_LD + pair_row + 64 * i] = sb;
+      }
+    }
     const uint k1 = k0 + MATMUL_K;
     if (k1 < w.k) {
       UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
-        if (h_row + 16 * i < count) next_h[i] = h4[h_at[i] + k1 / MATMUL_VALUES];
+        if (h_row + 32 * i < count) next_h[i] = h4[h_at[i] + k1 / MATMUL_VALUES];
       }
-      UNROLL for (uint i = 0; i < 2; ++i)
-        load_share_codes<BITS>(codes + w_at[i] + k1 * BITS / 32, next_w[i]);
-      UNROLL for (uint i = 0; i < MATMUL_PARTS; ++i) {
-        if (BITS != 16 && (i == 0 || two_groups)) {
-          next_pair[i] = pairs[pair_at + (k1 >> w.group_shift) + i];
-        }
-      }
+      load_step<BITS>(codes, pairs, w, k1, n0, w_at, pair_at, next_w, next_pair, tid);
     }
-    threadgroup const act_t* a = ta + part.row * MATMUL_LD;
-    UNROLL for (uint i = 0; i < MATMUL_PIECES; ++i) {
-      if (i >= part.pieces) continue;  // the same for the whole simdgroup
-      const uint column = part.column + i * 32;
-      threadgroup const act_t* b = tb + column * MATMUL_LD;
-      if (BITS == 16) {
-        tile_mma(acc[i], a, MATMUL_LD, b, MATMUL_LD, MATMUL_K);
-      } else if (two_groups) {
-        UNROLL for (uint g = 0; g < MATMUL_PARTS; ++g) {
-          add_group<32>(acc[i], a + g * 32, b + g * 32, sums + g * MATMUL_M + part.row,
-                        scales + g * MATMUL_N + column, lane);
-        }
-      } else {
-        add_group<MATMUL_K>(acc[i], a, b, sums + part.row, scales + column, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (row >= count) continue;  // the whole simdgroup
+    threadgroup const act_t* a = ta + row * MATMUL_LD;
+    if (BITS == 16) {
+      tile_mma(acc, a, MATMUL_LD, (threadgroup const act_t*)tb + column * MATMUL_LD, MATMUL_LD,
+               MATMUL_K);
+      continue;
+    }
+    threadgroup const float2* group_scales =
+        scales + (k0 >> w.group_shift) % MATMUL_QUAD * MATMUL_QUAD_LD + column;
+    if (two_groups) {
+      UNROLL for (uint g = 0; g < MATMUL_PARTS; ++g) {
+        add_group<BITS, 32>(acc, a, tb, column, g * 32, sums + g * MATMUL_M + row,
+                            group_scales + g * MATMUL_QUAD_LD, lane);
       }
+    } else {
+      add_group<BITS, MATMUL_K>(acc, a, tb, column, 0, sums + row, group_scales, lane);
     }
   }
 }
 // Leaves columns [first, first + 64) of the tile in the pool as float[64][MATMUL_STAGE].
-static inline void stage_tile(thread const Tile<32, 32> (&acc)[MATMUL_PIECES], uint count,
-                              uint first, threadgroup uint4* pool, uint lane, uint simd) {
-  const TilePart part = tile_part(count, simd);
+template <uint M>
+static inline void stage_tile(thread const Tile<M, 32>& acc, uint count, uint first,
+                              threadgroup uint4* pool, uint lane, uint simd) {
+  const uint row = (simd & 1) * M, column = simd / 2 * 32;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL for (uint i = 0; i < MATMUL_PIECES; ++i) {
-    const uint column = part.column + i * 32;
-    if (i < part.pieces && column / MATMUL_STAGED * MATMUL_STAGED == first) {
-      tile_store(acc[i], (threadgroup float*)pool + part.row * MATMUL_STAGE + column - first,
-                 MATMUL_STAGE, lane);
-    }
+  if (row < count && column / MATMUL_STAGED * MATMUL_STAGED == first) {
+    tile_store(acc, (threadgroup float*)pool + row * MATMUL_STAGE + column - first, MATMUL_STAGE,
+               lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -364,13 +363,13 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
   const uint count = min(p.rows - m0, (uint)MATMUL_M);
   uint rows[MATMUL_ROWS];
   UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i)
-    rows[i] = m0 + tid / 8 + 16 * i;
-  Tile<32, 32> acc[MATMUL_PIECES];
+    rows[i] = m0 + tid / 8 + 32 * i;
+  Tile<32, 32> acc;
   matrix_tile<BITS>(codes, pairs, p.w, h, rows, count, n0, pool, sums, scales, acc, tid, lane,
                     simd);
   for (uint c = 0; c < MATMUL_N && n0 + c < p.w.n; c += MATMUL_STAGED) {
     stage_tile(acc, count, c, pool, lane, simd);
-    for (uint r = simd; r < count; r += 4) {
+    for (uint r = simd; r < count; r += MATMUL_SIMDS) {
       write_row((threadgroup const float*)pool + r * MATMUL_STAGE, y,
                 (ulong)(m0 + r) * p.y_stride + p.y_offset, p.mode, n0 + c, p.w.n, lane);
     }
@@ -382,13 +381,43 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
     READ_IDS                                                                                      \
     SHARED(uint4, pool, MATMUL_POOL);                                                             \
     SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                                \
-    SHARED(float2, scales, MATMUL_PARTS * MATMUL_N);                                                             \
+    SHARED(float2, scales, MATMUL_QUAD * MATMUL_QUAD_LD);                                                             \
     matmul_body<BITS>(codes, pairs, h, y, p, pool, sums, scales, group, tid, lane, simd);         \
   }
 LILY_VARIANTS_matmul(MATMUL)
 
 // ---- expert_matmul ------------------------------------------------------------------------------
-// One tile of the list a threadgroup: up to p.tile neighbours in `order` that chose one expert.
+// One tile of the list a threadgroup: up to p.tile neighbours in `order` that chose one expert; of few of
+// them simdgroups take 16 rows each instead of 32.
+struct ExpertTile {
+  uint expert, first, count;
+};
+template <uint BITS, uint M>
+static inline void expert_tile(device const uint* codes, device const uint* pairs,
+                               device const act_t* h, device const uint* order, device uchar* y,
+                               PARAM_REF(ExpertMatmul) p, ExpertTile t, uint n0,
+                               threadgroup uint4* pool, threadgroup float* sums,
+                               threadgroup float2* scales, uint tid, uint lane, uint simd) {
+  uint rows[MATMUL_ROWS];
+  UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
+    const uint pair = order[t.first + min(tid / 8 + 32 * i, t.count - 1)];
+    rows[i] = p.swiglu ? pair / p.top_k : pair;
+  }
+  Tile<M, 32> acc;
+  const ulong before = (ulong)t.expert * p.w.n;  // rows of the experts before
+  matrix_tile<BITS>(codes + before * row_bytes(p.w.k, BITS) / 4,
+                    pairs + (BITS == 16 ? (ulong)0 : before * (p.w.k >> p.w.group_shift)), p.w, h,
+                    rows, t.count, n0, pool, sums, scales, acc, tid, lane, simd);
+  const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
+  const ulong columns = p.swiglu ? p.w.n / 2 : p.w.n;
+  for (uint c = 0; c < MATMUL_N && n0 + c < p.w.n; c += MATMUL_STAGED) {
+    stage_tile(acc, t.count, c, pool, lane, simd);
+    for (uint i = simd; i < t.count; i += MATMUL_SIMDS) {
+      write_row((threadgroup const float*)pool + i * MATMUL_STAGE, y, order[t.first + i] * columns,
+                mode, n0 + c, p.w.n, lane);
+    }
+  }
+}
 template <uint BITS>
 static inline void expert_matmul_body(device const uint* codes, device const uint* pairs,
                                       device const act_t* h, device const uint* order,
@@ -398,27 +427,15 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
                                       threadgroup float2* scales, uint3 group, uint tid, uint lane,
                                       uint simd) {
   if (group.y >= tiles[0]) return;  // the grid covers the longest list; the whole group leaves
-  const uint expert = tiles[1 + 2 * group.y], first = tiles[2 + 2 * group.y];
-  const uint count = min(offsets[expert + 1] - first, p.tile);
+  ExpertTile t;
+  t.expert = tiles[1 + 2 * group.y];
+  t.first = tiles[2 + 2 * group.y];
+  t.count = min(offsets[t.expert + 1] - t.first, p.tile);
   const uint n0 = group.x * MATMUL_N;
-  uint rows[MATMUL_ROWS];
-  UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
-    const uint pair = order[first + min(tid / 8 + 16 * i, count - 1)];
-    rows[i] = p.swiglu ? pair / p.top_k : pair;
-  }
-  Tile<32, 32> acc[MATMUL_PIECES];
-  const ulong before = (ulong)expert * p.w.n;  // rows of the experts before
-  matrix_tile<BITS>(codes + before * row_bytes(p.w.k, BITS) / 4,
-                    pairs + (BITS == 16 ? (ulong)0 : before * (p.w.k >> p.w.group_shift)), p.w, h, rows,
-                    count, n0, pool, sums, scales, acc, tid, lane, simd);
-  const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
-  const ulong columns = p.swiglu ? p.w.n / 2 : p.w.n;
-  for (uint c = 0; c < MATMUL_N && n0 + c < p.w.n; c += MATMUL_STAGED) {
-    stage_tile(acc, count, c, pool, lane, simd);
-    for (uint i = simd; i < count; i += 4) {
-      write_row((threadgroup const float*)pool + i * MATMUL_STAGE, y, order[first + i] * columns,
-                mode, n0 + c, p.w.n, lane);
-    }
+  if (t.count <= 32) {
+    expert_tile<BITS, 16>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane, simd);
+  } else {
+    expert_tile<BITS, 32>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane, simd);
   }
 }
 #define EXPERT_MATMUL(op, name, BITS, c1, c2)                                                     \
@@ -428,7 +445,7 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
     READ_IDS                                                                                      \
     SHARED(uint4, pool, MATMUL_POOL);                                                             \
     SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                                \
-    SHARED(float2, scales, MATMUL_PARTS * MATMUL_N);                                                             \
+    SHARED(float2, scales, MATMUL_QUAD * MATMUL_QUAD_LD);                                                             \
     expert_matmul_body<BITS>(codes, pairs, h, order, offsets, tiles, y, p, pool, sums, scales,    \
                              group, tid, lane, simd);                                             \
   }

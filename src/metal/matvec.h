@@ -6,16 +6,6 @@
 #include "util.h"
 
 // ---- codes and x in a lane's registers: 32 values of k of several rows ----------------------------
-// (a & mask) | bits. CUDA has it as one instruction, which its assembler does not find by itself.
-static inline uint and_or(uint a, uint mask, uint bits) {
-#ifdef __NVPTX__
-  uint r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "n"(mask), "r"(bits));
-  return r;
-#else
-  return (a & mask) | bits;
-#endif
-}
 // Code j of a word where it lies, so times 2^code_shift: or-ed into the mantissa of 2^23, which is
 // then subtracted. Exact, at most 20 bits; one shift a word at most and no conversion.
 template <uint BITS>

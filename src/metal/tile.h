@@ -7,6 +7,12 @@
 //   t.v[i], 0 <= i < Tile::kSize: the lane's elements, at tile_row<M, N>(i, lane), tile_col<M, N>(i, lane)
 //   tile_slot<M, N>(i) < Tile::kSlots: which of the lane's rows element i is in
 //   tile_scale_rows(t, factor[kSlots])  tile_store(t, T* threadgroup, ld, lane)
+// Products with 4-bit codes, of bf16 only, where a code q counts as CODE_OFFSET + q; rows are put piece by
+// piece, each where the target wants it, K is a multiple of 32:
+//   tile_put_values(row of A, k, 8 values)  tile_put_codes(row of B, k, 32 codes)
+//   tile_mma_codes<K>(t, row_sums, A[M][lda], B[N], k, sums)  t += A B^T over k .. k + K, row_sums[kSlots] =
+//   sums of A's rows over it; sums: the same in threadgroup memory, where CODE_SUMS asks for it
+// A row of B has CODE_ROW(K) uints.
 // The (lane, i) -> (row, column) map is the target's own; sim draws it by seed. Products are
 // collectives of the simdgroup. M is a multiple of 16, N of 8.
 #ifndef LILY_TILE_H
@@ -170,6 +176,13 @@ static inline void tile_load(thread uint (&r)[4], threadgroup const bfloat* at) 
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
   }
 }
+// d[16 x 8] += a[16 x 16] b[16 x 8].
+static inline void tile_mma16(thread float* d, thread const uint (&a)[4], uint b0, uint b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 template <bool TRANSPOSED, uint M, uint N>
 static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* a, uint lda,
                                 threadgroup const bfloat* b, uint ldb, uint k_count) {
@@ -193,12 +206,7 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* 
       }
       UNROLL for (uint n = n0; n < min(n0 + 2, N / 8); ++n) {
         UNROLL for (uint m = 0; m < M / 16; ++m) {
-          thread float* d = t.v + (m * (N / 8) + n) * 4;
-          asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-              "{%8,%9}, {%0,%1,%2,%3};"
-              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-              : "r"(ra[m][0]), "r"(ra[m][1]), "r"(ra[m][2]), "r"(ra[m][3]),
-                "r"(rb[(n - n0) * 2]), "r"(rb[(n - n0) * 2 + 1]));
+          tile_mma16(t.v + (m * (N / 8) + n) * 4, ra[m], rb[(n - n0) * 2], rb[(n - n0) * 2 + 1]);
         }
       }
     }
@@ -229,6 +237,86 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a
   }
 }
 
+#endif
+
+// ---- codes --------------------------------------------------------------------------------------
+// Code q becomes 16 + q, a nibble in the upper mantissa bits of 16. Two come out of a word at once,
+// codes j and j + 4, so that k runs 0 4 1 5 2 6 3 7 within 8 in both operands.
+#define CODE_OFFSET 16.0f
+static inline uint code_pair(uint w) { return and_or(w, 0x00780078u, 0x41804180u); }
+static inline uint4 code_pairs(uint q) {
+  return uint4(code_pair(q << 3), code_pair(q >> 1), code_pair(q >> 5), code_pair(q >> 9));
+}
+static inline uint4 value_pairs(uint4 v) {
+  return uint4((v.x & 0xffffu) | (v.z << 16), (v.x >> 16) | (v.z & 0xffff0000u),
+               (v.y & 0xffffu) | (v.w << 16), (v.y >> 16) | (v.w & 0xffff0000u));
+}
+#ifdef __NVPTX__
+// Codes stay as they are; a lane unpacks those of its column, words t and t + 4 of 64 values. It so
+// meets pair j of words 0 .. 3 in one product, which is how rows of A lie: 16 bytes for each j.
+// The sums of A's rows are products with ones.
+#define CODE_ROW(K) ((K) / 8 + 4)
+#define CODE_SUMS 0
+static inline void tile_put_values(threadgroup bfloat* row, uint k, uint4 v) {
+  threadgroup uint* to = (threadgroup uint*)row + (k & 32) / 2 + (k / 8 & 3);
+  const uint4 p = value_pairs(v);
+  UNROLL for (uint j = 0; j < 4; ++j)
+    to[4 * j] = p[j];
+}
+static inline void tile_put_codes(threadgroup uint* row, uint k, uint4 codes) {
+  *(threadgroup uint4*)(row + k / 8) = codes;
+}
+template <uint K, uint M, uint N>
+static inline void tile_mma_codes(thread Tile<M, N>& t, thread float (&row_sums)[M / 8],
+                                  threadgroup const bfloat* a, uint lda, threadgroup const uint* b,
+                                  uint row, uint k0, threadgroup const float*, uint) {
+  const uint low = tile_lane() & 15, high = tile_lane() >> 4;
+  threadgroup const uint* words = b + tile_lane() / 4 * row + (tile_lane() & 3) + k0 / 8;
+  float ones[M / 16][4];
+  UNROLL for (uint m = 0; m < M / 16; ++m) {
+    UNROLL for (uint i = 0; i < 4; ++i)
+      ones[m][i] = 0.0f;
+  }
+  UNROLL for (uint k = 0; k < K; k += 32) {
+    uint q[N / 8];
+    UNROLL for (uint n = 0; n < N / 8; ++n)
+      q[n] = words[n * 8 * row + k / 8];
+    UNROLL for (uint s = 0; s < 2; ++s) {
+      uint ra[M / 16][4];
+      UNROLL for (uint m = 0; m < M / 16; ++m) {
+        tile_load<false>(ra[m], a + (m * 16 + low) * lda + k0 + k + s * 16 + high * 8);
+        tile_mma16(ones[m], ra[m], 0x3f803f80u, 0x3f803f80u);
+      }
+      UNROLL for (uint n = 0; n < N / 8; ++n) {
+        const uint4 rb = code_pairs(q[n]);
+        UNROLL for (uint m = 0; m < M / 16; ++m)
+          tile_mma16(t.v + (m * (N / 8) + n) * 4, ra[m], rb[2 * s], rb[2 * s + 1]);
+      }
+    }
+  }
+  UNROLL for (uint m = 0; m < M / 16; ++m) {
+    row_sums[2 * m] = ones[m][0];
+    row_sums[2 * m + 1] = ones[m][2];
+  }
+}
+#else
+#define CODE_ROW(K) (((K) + 8) / 2)
+#define CODE_SUMS 1
+static inline void tile_put_values(threadgroup bfloat* row, uint k, uint4 v) {
+  *(threadgroup uint4*)(row + k) = value_pairs(v);
+}
+static inline void tile_put_codes(threadgroup uint* row, uint k, uint4 codes) {
+  UNROLL for (uint i = 0; i < 4; ++i)
+    *(threadgroup uint4*)(row + k / 2 + 4 * i) = code_pairs(codes[i]);
+}
+template <uint K, uint M, uint N, uint SLOTS>
+static inline void tile_mma_codes(thread Tile<M, N>& t, thread float (&row_sums)[SLOTS],
+                                  threadgroup const bfloat* a, uint lda, threadgroup const uint* b,
+                                  uint row, uint k0, threadgroup const float* sums, uint lane) {
+  tile_mma_any<true>(t, a + k0, lda, (threadgroup const bfloat*)b + k0, 2 * row, K);
+  UNROLL for (uint i = 0; i < M * N / 32; ++i)
+    row_sums[tile_slot<M, N>(i)] = sums[tile_row<M, N>(i, lane)];
+}
 #endif
 
 // ---- common to all targets ----------------------------------------------------------------------

@@ -95,6 +95,17 @@ static inline void store4(device act_t* p, float4 v) {
 // The value a store would leave: what later readers see.
 static inline float round_act(float v) { return to_float(to_act(v)); }
 
+// (a & mask) | bits. CUDA has it as one instruction, which its assembler does not find by itself.
+static inline uint and_or(uint a, uint mask, uint bits) {
+#ifdef __NVPTX__
+  uint r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "n"(mask), "r"(bits));
+  return r;
+#else
+  return (a & mask) | bits;
+#endif
+}
+
 // Unsigned integers in the order of the floats (-0 below 0, no NaN); 0 lies below all of them.
 static inline uint order_key(float v) {
   const uint u = as_type<uint>(v);

@@ -147,6 +147,7 @@ BUGS = (
     Bug("tensor operations are not asked for", "supportsFamily:MTLGPUFamilyMetal4", "supportsFamily:MTLGPUFamilyApple10"),
     Bug("exact mode on tensor operations", "if (exact() || !there)", "if (!there)"),
     Bug("plain kernels in both forms", "tensor && tensor_.by_kernel.count(name) ? tensor_ : plain_", "plain_"),
+    Bug("tensor operations in the files that compile", "    if (!tensor_.broken.empty()) tensor_.by_kernel.clear();\n"),
     Bug("the trial is not kept", "    pooled([&] { pipelines_.keep_trial(tile_form_name(tile_.form)); });\n"),
     Bug("what was kept is not believed", "kept == tile_form_name(form)", "false"),
     Bug("wrong products pass", "!(difference <= kSame * largest)", "false"),

@@ -16,6 +16,7 @@ import pytest
 import kernel_harness as h
 import mutate
 import test_attention
+import test_delta
 import test_linear
 from conftest import require_device
 from kernel_harness import Kernels
@@ -55,9 +56,9 @@ def build(
 
 @pytest.fixture(scope="session")
 def prefill(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Both files that have tiles."""
+    """The files that have tiles."""
     with_tiles = [p for p in mutate.METAL.glob("*.metal") if '"tile.h"' in p.read_text()]
-    assert {p.stem for p in with_tiles} == {"linear", "attention"}
+    assert {p.stem for p in with_tiles} == {"linear", "attention", "deltanet"}
     return build(tmp_path_factory.mktemp("prefill"), *with_tiles, modes=("bf16", "exact"))
 
 
@@ -201,6 +202,13 @@ def test_flash(
     test_attention.test_flash(Kernels("sim", exact), shape, rows, position)
 
 
+@both
+@pytest.mark.parametrize("rows", [17, 130])
+def test_scan(prefill: str, monkeypatch: pytest.MonkeyPatch, rows: int, exact: bool) -> None:
+    monkeypatch.setenv("LILY_SIM_KERNELS", prefill)
+    test_delta.test_scan(Kernels("sim", exact), rows)
+
+
 def test_a_wrong_layout_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an ordinary case, so the library's tile is the one that ran."""
     wrong = tmp_path / "metal"
@@ -216,7 +224,7 @@ def test_a_wrong_layout_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["matmul", "expert_matmul", "flash"])
+@pytest.mark.parametrize("op", ["matmul", "expert_matmul", "flash", "delta_scan"])
 def test_all_tests_of(prefill: str, op: str) -> None:
     """Every op that has a tile passes all its tests with this one."""
     assert not mutate.killer(op, Path(prefill), 600)
@@ -231,4 +239,4 @@ def test_every_op_with_a_tile_is_here() -> None:
             parts = mutate.parts_of(op, code, text)
             if any("Tile<" in code[p.begin : p.end] for p in parts):
                 found.add(op)
-    assert found == {"matmul", "expert_matmul", "flash"}
+    assert found == {"matmul", "expert_matmul", "flash", "delta_scan"}

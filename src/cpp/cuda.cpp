@@ -183,6 +183,13 @@ struct Signature {
   size_t text = 0;  // index into ptx_texts()
   size_t before = 0, params_bytes = 0, after = 0;
 };
+// A kernel of a loaded module.
+struct Loaded {
+  cuda::Function function = nullptr;  // null: not looked up yet
+  const Signature* signature = nullptr;
+  int most_threads = 0;
+};
+
 std::unordered_map<std::string, Signature> read_signatures(bool exact) {
   std::unordered_map<std::string, Signature> all;
   const auto texts = ptx_texts();
@@ -453,6 +460,20 @@ class CudaDevice final : public Device {
     check(found != signatures_.end(), "cuda: this build has no kernel ", kernel_name(l));
     return found->second;
   }
+  // Looked up by name once: a prefill has hundreds of launches of a few kernels.
+  const Loaded& loaded(const Launch& l) {
+    const std::lock_guard lock(gpu_->module_mutex);
+    Loaded& k = loaded_[l.variant];
+    if (k.function) return k;
+    const std::string name = kernel_name(l);
+    k.signature = &signature(l);
+    cuda::Function function = nullptr;
+    gpu_->ok(d_.module_function(&function, gpu_->modules.at(k.signature->text), name.c_str()),
+             name);
+    gpu_->ok(d_.function_attribute(&k.most_threads, cuda::kFunctionMaxThreads, function), name);
+    k.function = function;
+    return k;
+  }
 
   // The driver compiles PTX for the card at hand, seconds for all of it: only what is needed, and
   // files side by side.
@@ -460,6 +481,7 @@ class CudaDevice final : public Device {
     const std::lock_guard lock(gpu_->module_mutex);
     std::map<size_t, std::string> missing;  // index into ptx_texts() -> error
     for (const Launch& l : list.launches) {
+      if (loaded_[l.variant].function) continue;
       const size_t text = signature(l).text;
       if (!gpu_->modules.count(text)) missing[text];
     }
@@ -493,31 +515,33 @@ class CudaDevice final : public Device {
   void prepare(CudaProgram& program, size_t i) {
     Launch& l = program.list.launches[i];
     Kernel& kernel = program.kernels[i];
-    const Signature& s = signature(l);
-    const std::string label = program.step_name(i);
+    const Loaded& k = loaded(l);
+    const Signature& s = *k.signature;
     const size_t with_step = l.step.access != Access::none;
-    check(s.before == l.args.size() && s.after == with_step, label, ": the kernel takes ", s.before,
-          " buffers and ", s.after, " Step, the launch gives ", l.args.size(), " and ", with_step);
-    check(s.params_bytes == l.params_size, label, ": the kernel's params have ", s.params_bytes,
-          " bytes, the launch gives ", l.params_size);
-    check(l.grid.x > 0 && l.grid.y > 0 && l.grid.z > 0 && l.grid.x <= 0x7fffffffu &&
-              l.grid.y <= 65535 && l.grid.z <= 65535,
-          label, ": grid ", l.grid.x, " x ", l.grid.y, " x ", l.grid.z,
-          ", at most 2147483647 x 65535 x 65535");
-    gpu_->ok(d_.module_function(&kernel.function, module_of(s), kernel_name(l).c_str()), label);
-    int most = 0;
-    gpu_->ok(d_.function_attribute(&most, cuda::kFunctionMaxThreads, kernel.function), label);
-    check(l.grid.threads <= uint32_t(most), label, ": ", l.grid.threads,
-          " threads a group, the kernel's registers allow ", most);
+    if (s.before != l.args.size() || s.after != with_step) {
+      throw LilyError(concat(program.step_name(i), ": the kernel takes ", s.before, " buffers and ",
+                             s.after, " Step, the launch gives ", l.args.size(), " and ",
+                             with_step));
+    }
+    if (s.params_bytes != l.params_size) {
+      throw LilyError(concat(program.step_name(i), ": the kernel's params have ", s.params_bytes,
+                             " bytes, the launch gives ", l.params_size));
+    }
+    if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0 || l.grid.x > 0x7fffffffu ||
+        l.grid.y > 65535 || l.grid.z > 65535) {
+      throw LilyError(concat(program.step_name(i), ": grid ", l.grid.x, " x ", l.grid.y, " x ",
+                             l.grid.z, ", at most 2147483647 x 65535 x 65535"));
+    }
+    if (l.grid.threads > uint32_t(k.most_threads)) {
+      throw LilyError(concat(program.step_name(i), ": ", l.grid.threads,
+                             " threads a group, the kernel's registers allow ", k.most_threads));
+    }
+    kernel.function = k.function;
     for (const Arg& a : l.args) kernel.pointers.push_back(a.tensor ? address(a.tensor) : 0);
     if (with_step) kernel.pointers.push_back(address(l.step.tensor));
     for (size_t a = 0; a < l.args.size(); ++a) kernel.slots.push_back(&kernel.pointers[a]);
     kernel.slots.push_back(program.list.params.data() + l.params_offset);
     if (with_step) kernel.slots.push_back(&kernel.pointers.back());
-  }
-  cuda::Module module_of(const Signature& s) {
-    const std::lock_guard lock(gpu_->module_mutex);
-    return gpu_->modules.at(s.text);
   }
 
   // One node a launch, an edge for each hazard that no other path implies already.
@@ -623,7 +647,8 @@ class CudaDevice final : public Device {
   const std::string description_;
   const uint64_t limit_;
   const std::unordered_map<std::string, Signature> signatures_;
-  const bool poison_;    // fresh memory is NaN
+  std::vector<Loaded> loaded_ = std::vector<Loaded>(variants().size());  // guarded by module_mutex
+  const bool poison_;                                                    // fresh memory is NaN
   const bool stepwise_;  // no graphs; each step is waited for, so an error names it
   std::mutex mutex_;     // guards all below and the order of launches
   Ticket last_ticket_ = 0;

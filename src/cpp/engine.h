@@ -130,6 +130,16 @@ class Session {
     Ticket ticket = 0;
     bool doubtful = false;  // may have been cancelled: no further step before it is known
   };
+  struct Chunk {  // of a prefill
+    uint32_t rows = 0, position = 0, logit_rows = 0;
+    int state = 0;  // the one it starts from
+    bool operator==(const Chunk&) const = default;
+  };
+  struct Encoded {
+    Chunk chunk;
+    Tensor logits, ids;
+    ProgramRef program;
+  };
   static constexpr uint32_t kNone = ~0u;
 
   template <typename F>
@@ -146,11 +156,16 @@ class Session {
   void drop_snapshot(size_t index);
   void own_blocks(uint32_t from, uint32_t to);  // writable blocks for positions [from, to)
   void set_block(uint32_t index, uint32_t block);
-  void catch_up();  // consumes what of ids_ the state does not hold yet
+  void upload_pages();  // those the device's Step does not have yet
+  void catch_up();      // consumes what of ids_ the state does not hold yet
   void consume(std::span<const uint32_t> ids, std::span<const uint32_t> snapshot_at,
                const std::function<void()>& poll);
   void prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows, const Tensor& logits,
-                     const std::function<void()>& poll, const Tensor* targets = nullptr);
+                     const std::function<void()>& poll, const Tensor* targets,
+                     const Chunk& next);  // next.rows 0: no other follows at once
+  Encoded encode_chunk(const Chunk& chunk, const Tensor& logits, const PrefillScratch& scratch,
+                       const Tensor* targets);
+  void encode_ahead(const Chunk& chunk, const PrefillScratch& scratch);
   CommandList record_rows(std::span<const uint32_t> ids, bool write_state, const char* what);
   void decode_rows(std::span<const uint32_t> ids);  // logits of the last
   void check_room(const char* what, size_t more) const;
@@ -159,7 +174,8 @@ class Session {
   void advance(uint32_t rows);  // the other state is current now
   Model::Decode decode_args(uint32_t rows, uint32_t splits, bool write_state,
                             const Tensor& logits) const;
-  void run(CommandList list, const std::function<void()>& poll = {});
+  void run(CommandList list);  // submits and waits
+  void wait(Ticket ticket, const std::function<void()>& poll);
   void copy(const Tensor& from, const Tensor& to, CommandList& list) const;
   void copy_block(const Tensor& from, const Tensor& to, uint32_t tokens, CommandList& list) const;
   void write_step(std::span<const uint32_t> ids, uint32_t position);
@@ -194,6 +210,8 @@ class Session {
   Tensor step_, ring_, adjusted_, stats_;
   Step host_step_{};
   std::vector<uint32_t> blocks_;  // KV blocks of the timeline
+  uint32_t pages_ = 0;            // of them the device's Step knows
+  std::optional<Encoded> ahead_;
   std::vector<Snapshot> snapshots_;
   std::optional<Flight> flight_;
   SamplingOptions sampling_;

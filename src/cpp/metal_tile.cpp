@@ -59,7 +59,7 @@ const char* tile_form_name(TileForm form) {
 bool has_tile(const CommandList& list) {
   return std::any_of(list.launches.begin(), list.launches.end(), [](const Launch& l) {
     const Op op = variants()[l.variant].op;
-    return op == Op::matmul || op == Op::expert_matmul || op == Op::flash;
+    return op == Op::matmul || op == Op::expert_matmul || op == Op::flash || op == Op::delta_scan;
   });
 }
 

@@ -230,7 +230,7 @@ void Model::commit(Recorder& r, DecodeScratch& s, const Decode& d) const {
 }
 
 // ---- prefill -------------------------------------------------------------------------------------
-void Model::prefill(Recorder& r, PrefillScratch& s, const Prefill& d) const {
+void Model::prefill(Recorder& r, const PrefillScratch& s, const Prefill& d) const {
   const Config& c = config;
   const uint32_t rows = d.rows;
   check(rows <= s.rows, "prefill: ", rows, " rows, scratch has ", s.rows);
@@ -277,7 +277,7 @@ void Model::prefill(Recorder& r, PrefillScratch& s, const Prefill& d) const {
   }
 }
 
-void Model::moe_prefill(Recorder& r, PrefillScratch& s, uint32_t rows,
+void Model::moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows,
                         const LayerWeights& w) const {
   const Config& c = config;
   for (const StackPart& part : w.router) {

@@ -113,14 +113,15 @@ class Model {
     uint32_t logit_rows;  // head for the last so many rows, 0: none
     Tensor logits;        // f32[logit_rows][vocab]
   };
-  void prefill(Recorder& r, PrefillScratch& s, const Prefill& d) const;
+  void prefill(Recorder& r, const PrefillScratch& s, const Prefill& d) const;
 
  private:
   void delta_step(Recorder& r, DecodeScratch& s, const Decode& d, uint32_t delta_layer,
                   const LayerWeights& w, const Tensor& projected) const;
   void moe_decode(Recorder& r, DecodeScratch& s, const Decode& d, const LayerWeights& w,
                   uint32_t parts) const;
-  void moe_prefill(Recorder& r, PrefillScratch& s, uint32_t rows, const LayerWeights& w) const;
+  void moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows,
+                   const LayerWeights& w) const;
   const Weights w_;
 };
 

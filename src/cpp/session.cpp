@@ -133,9 +133,11 @@ void Session::copy_block(const Tensor& from, const Tensor& to, uint32_t tokens,
   }
 }
 
-// Submits and waits. With a poll, looks at it while waiting: what it throws cancels the work.
-void Session::run(CommandList list, const std::function<void()>& poll) {
-  const Ticket ticket = device_->submit(device_->compile(std::move(list), false), &cancel_);
+void Session::run(CommandList list) {
+  device_->wait(device_->submit(device_->compile(std::move(list), false), &cancel_));
+}
+// With a poll, looks at it while waiting: what it throws cancels the work.
+void Session::wait(Ticket ticket, const std::function<void()>& poll) {
   if (!poll) return device_->wait(ticket);
   std::mutex mutex;
   std::condition_variable changed;
@@ -185,8 +187,16 @@ void Session::reset() {
 void Session::set_block(uint32_t index, uint32_t block) {
   if (index == blocks_.size()) blocks_.push_back(block);
   else blocks_[index] = block;
-  const uint64_t address = engine_->kv.address(block);
-  device_->upload(step_part(host_step_.pages_offset + index * 8ull, 8), &address);
+  pages_ = std::min(pages_, index);
+}
+void Session::upload_pages() {
+  std::vector<uint64_t> addresses;
+  for (size_t b = pages_; b < blocks_.size(); ++b)
+    addresses.push_back(engine_->kv.address(blocks_[b]));
+  if (addresses.empty()) return;
+  device_->upload(step_part(host_step_.pages_offset + pages_ * 8ull, addresses.size() * 8),
+                  addresses.data());
+  pages_ = uint32_t(blocks_.size());
 }
 void Session::truncate_blocks(uint32_t position) {
   const size_t keep = (position + LILY_KV_BLOCK - 1) / LILY_KV_BLOCK;
@@ -194,6 +204,7 @@ void Session::truncate_blocks(uint32_t position) {
     engine_->kv.release(blocks_.back());
     blocks_.pop_back();
   }
+  pages_ = std::min(pages_, uint32_t(blocks_.size()));
 }
 void Session::own_blocks(uint32_t from, uint32_t to) {
   for (uint32_t b = from / LILY_KV_BLOCK; b <= (to - 1) / LILY_KV_BLOCK; ++b) {
@@ -216,6 +227,7 @@ void Session::own_blocks(uint32_t from, uint32_t to) {
       engine_->kv.release(old);
     }
   }
+  upload_pages();
 }
 
 void Session::write_step(std::span<const uint32_t> ids, uint32_t position) {
@@ -299,29 +311,52 @@ void Session::decode_rows(std::span<const uint32_t> ids) {
   logits_valid_ = true;
 }
 
+Session::Encoded Session::encode_chunk(const Chunk& chunk, const Tensor& logits,
+                                       const PrefillScratch& scratch, const Tensor* targets) {
+  const std::vector<Tensor> slabs = engine_->kv.slabs();
+  Encoded e = {chunk, logits, device_->tensor(DType::u32, chunk.rows, "prompt ids"), {}};
+  CommandList list;
+  list.label = concat("prefill of ", chunk.rows, " rows at ", chunk.position);
+  Recorder r(*device_, list);
+  const Tensor& last = logits_[chunk.state ^ 1];
+  engine_->model.prefill(r, scratch,
+                         {chunk.rows, chunk.position, 0, e.ids, step_, slabs, states_[chunk.state],
+                          states_[chunk.state ^ 1], chunk.logit_rows, logits});
+  if (targets) r.score({chunk.rows, config_.vocab}, {logits, targets[0], targets[1], targets[2]});
+  if (chunk.logit_rows && logits.buffer != last.buffer) {
+    copy(logits.slice(uint64_t(chunk.logit_rows - 1) * config_.vocab, config_.vocab), last, list);
+  }
+  e.program = device_->compile(std::move(list), false);
+  return e;
+}
+
+// What the next chunk needs from the host is done while the device computes this one.
+void Session::encode_ahead(const Chunk& chunk, const PrefillScratch& scratch) {
+  try {
+    while (uint64_t(blocks_.size()) * LILY_KV_BLOCK < chunk.position + chunk.rows)
+      set_block(uint32_t(blocks_.size()), engine_->kv.acquire());
+    ahead_ = encode_chunk(chunk, logits_[chunk.state ^ 1], scratch, nullptr);
+  } catch (const std::exception&) {  // comes again when it is the chunk's turn
+  }
+}
+
 void Session::prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows,
                             const Tensor& logits, const std::function<void()>& poll,
-                            const Tensor* targets) {
+                            const Tensor* targets, const Chunk& next) {
   const uint32_t rows = uint32_t(ids.size());
+  const Chunk chunk = {rows, consumed_, logit_rows, current_};
+  std::optional<Encoded> encoded;
+  std::swap(encoded, ahead_);
   own_blocks(consumed_, consumed_ + rows);
-  const Tensor chunk_ids = device_->tensor(DType::u32, rows, "prompt ids");
-  device_->upload(chunk_ids, ids.data());
-  const std::vector<Tensor> slabs = engine_->kv.slabs();
   std::unique_lock<std::mutex> lock;
-  PrefillScratch& scratch = engine_->prefill_scratch(lock);
-  CommandList list;
-  list.label = concat("prefill of ", rows, " rows at ", consumed_);
-  Recorder r(*device_, list);
-  engine_->model.prefill(r, scratch,
-                         {rows, consumed_, 0, chunk_ids, step_, slabs, states_[current_],
-                          states_[current_ ^ 1], logit_rows, logits});
-  if (targets) r.score({rows, config_.vocab}, {logits, targets[0], targets[1], targets[2]});
-  if (logit_rows && logits.buffer != logits_[current_ ^ 1].buffer) {
-    copy(logits.slice(uint64_t(logit_rows - 1) * config_.vocab, config_.vocab),
-         logits_[current_ ^ 1], list);
-  }
+  const PrefillScratch& scratch = engine_->prefill_scratch(lock);
+  if (!encoded || targets || !(encoded->chunk == chunk) || encoded->logits.buffer != logits.buffer)
+    encoded = encode_chunk(chunk, logits, scratch, targets);
+  device_->upload(encoded->ids, ids.data());
   previous_ = kNone;  // the other state is being written
-  run(std::move(list), poll);
+  const Ticket ticket = device_->submit(encoded->program, &cancel_);
+  if (next.rows) encode_ahead(next, scratch);
+  wait(ticket, poll);
   advance(rows);
   logits_valid_ = logit_rows > 0;
 }
@@ -332,6 +367,7 @@ void Session::consume(std::span<const uint32_t> ids, std::span<const uint32_t> s
   const uint32_t end = consumed_ + uint32_t(ids.size());
   std::vector<uint32_t> stops(snapshot_at.begin(), snapshot_at.end());
   std::sort(stops.begin(), stops.end());
+  ahead_.reset();
   while (consumed_ < end) {
     uint32_t stop = end;
     for (uint32_t s : stops) {
@@ -342,8 +378,13 @@ void Session::consume(std::span<const uint32_t> ids, std::span<const uint32_t> s
     const auto piece = ids.subspan(at, rows);
     if (poll) poll();
     if (cancel_) throw Cancelled(concat("cancelled at ", consumed_, " of ", end, " tokens"));
+    Chunk next = {0, consumed_ + rows, 0, current_ ^ 1};
+    if (rest - rows > LILY_MAX_ROWS) {
+      next.rows = std::min(rest - rows, engine_->chunk);
+      next.logit_rows = next.position + next.rows == end;
+    }
     if (rows <= LILY_MAX_ROWS) decode_rows(piece);
-    else prefill_chunk(piece, consumed_ + rows == end, logits_[current_ ^ 1], poll);
+    else prefill_chunk(piece, consumed_ + rows == end, logits_[current_ ^ 1], poll, nullptr, next);
     ids_.resize(consumed_ - rows);
     ids_.insert(ids_.end(), piece.begin(), piece.end());
     if (std::find(stops.begin(), stops.end(), consumed_) != stops.end()) save_snapshot();
@@ -738,7 +779,7 @@ std::vector<float> Session::forward(std::span<const uint32_t> ids,
     const uint64_t vocab = config_.vocab;
     std::vector<float> out(ids.size() * vocab);
     append_chunks(ids, [&](size_t at, std::span<const uint32_t> piece, const Tensor& logits) {
-      prefill_chunk(piece, uint32_t(piece.size()), logits, poll);
+      prefill_chunk(piece, uint32_t(piece.size()), logits, poll, nullptr, {});
       device_->download(logits, out.data() + at * vocab);
     });
     return out;
@@ -768,7 +809,7 @@ std::pair<std::vector<float>, std::vector<uint32_t>> Session::score(
                                device_->tensor(DType::f32, n, "log-probabilities"),
                                device_->tensor(DType::u32, n, "argmax")};
       device_->upload(parts[0], targets.data() + at);
-      prefill_chunk(piece, uint32_t(n), logits, poll, parts);
+      prefill_chunk(piece, uint32_t(n), logits, poll, parts, {});
       device_->download(parts[1], out.first.data() + at);
       device_->download(parts[2], out.second.data() + at);
     });

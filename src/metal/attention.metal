@@ -417,7 +417,7 @@ LILY_VARIANTS_qkv_rope(QKV_ROPE)
 
 // ---- flash --------------------------------------------------------------------------------------
 // A threadgroup of 4 simdgroups: M rows, each a (query, head) pair of one KV head, over all keys
-// they see, 32 at a time. Scores are Tiles of 8 keys a simdgroup; through shared memory each row's
+// they see, 32 at a time. Scores are Tiles of 16 rows a simdgroup; through shared memory each row's
 // softmax is taken by 128 / M threads; the output is a Tile of a quarter of each piece's columns.
 // Keys and values pass through shared memory in pieces of the head, so that 32 KB serve both
 // modes: M = 32, pieces of 128 in bf16; M = 16, pieces of 64 in fp32.
@@ -433,6 +433,9 @@ LILY_VARIANTS_qkv_rope(QKV_ROPE)
 #define FLASH_LDP (FLASH_KEYS + FLASH_PAD)
 #define FLASH_SHARE (FLASH_SIMDS * 32 / FLASH_M)  // threads of a row in the softmax
 #define FLASH_COLS (FLASH_PIECE / FLASH_SIMDS)
+// Of the scores a simdgroup has 16 rows and so many keys.
+#define FLASH_SCORE_ROWS (FLASH_M / 16)
+#define FLASH_SCORE_KEYS (FLASH_KEYS * FLASH_SCORE_ROWS / FLASH_SIMDS)
 
 // A piece of 32 rows of K or V on its way to threadgroup memory. Rows past the last key become 0: P is 0
 // there, but 0 times what unused memory holds need not be 0.
@@ -440,18 +443,20 @@ LILY_VARIANTS_qkv_rope(QKV_ROPE)
 struct FlashPiece {
   uint4 v[FLASH_VECTORS];
 };
-// Piece c < FLASH_PIECES of the keys from key0 on, or of their values after that.
-static inline void flash_load(thread FlashPiece& piece, device const Step* step, PARAM_REF(Flash) p,
-                              uint kv_head, uint key0, uint c, uint last, uint tid) {
-  device const act_t* from =
-      kv_keys(step, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
-      (c < FLASH_PIECES ? (ulong)0 : (ulong)p.kv_heads * KV_HEAD) +
-      key0 % LILY_KV_BLOCK * LILY_HEAD_DIM + c % FLASH_PIECES * FLASH_PIECE;
+static inline device const act_t* flash_keys(device const Step* step, PARAM_REF(Flash) p,
+                                             uint kv_head, uint key0) {
+  return kv_keys(step, p.slot, key0 / LILY_KV_BLOCK, p.layer, p.kv_heads, kv_head) +
+         key0 % LILY_KV_BLOCK * LILY_HEAD_DIM;
+}
+// Piece c of `rows` keys or values.
+static inline void flash_load(thread FlashPiece& piece, device const act_t* from, uint c, uint rows,
+                              uint tid) {
   UNROLL for (uint i = 0; i < FLASH_VECTORS; ++i) {
-    const uint at = i * FLASH_SIMDS * 32 + tid, key = at / 16, column = at % 16 * FLASH_PAD;
+    const uint at = i * FLASH_SIMDS * 32 + tid, key = at / 16;
     piece.v[i] = uint4(0);
-    if (key0 + key <= last) {
-      piece.v[i] = *(device const uint4*)(from + key * LILY_HEAD_DIM + column);
+    if (key < rows) {
+      piece.v[i] = *(device const uint4*)(from + key * LILY_HEAD_DIM + c * FLASH_PIECE +
+                                          at % 16 * FLASH_PAD);
     }
   }
 }
@@ -481,28 +486,34 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
   Tile<FLASH_M, FLASH_COLS> o[FLASH_PIECES];
   UNROLL for (uint c = 0; c < FLASH_PIECES; ++c)
     tile_zero(o[c]);
+  const uint score_row = simd % FLASH_SCORE_ROWS * 16;
+  const uint score_key = simd / FLASH_SCORE_ROWS * FLASH_SCORE_KEYS;
   // This thread's row in the softmax, the last key it sees, running maximum and sum.
   const uint row = tid / FLASH_SHARE, share = tid % FLASH_SHARE;
   const uint row_last = min(p.position + q0 + row / ratio, last);
   float top = -INFINITY, total = 0.0f;
   // The next piece is on its way from memory while one is multiplied.
+  device const act_t* keys = flash_keys(step, p, kv_head, 0);
   FlashPiece next;
-  flash_load(next, step, p, kv_head, 0, 0, last, tid);
+  flash_load(next, keys, 0, last + 1, tid);
   for (uint key0 = 0; key0 <= last; key0 += FLASH_KEYS) {
-    Tile<FLASH_M, FLASH_KEYS / FLASH_SIMDS> s;
+    device const act_t* values = keys + p.kv_heads * KV_HEAD;
+    const uint valid = last - key0 + 1;
+    Tile<16, FLASH_SCORE_KEYS> s;
     tile_zero(s);
     for (uint c = 0; c < FLASH_PIECES; ++c) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       flash_put(next, tk, tid);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      flash_load(next, step, p, kv_head, key0, c + 1, last, tid);
-      tile_mma(s, tq + c * FLASH_PIECE, FLASH_LDQ, tk + simd * 8 * FLASH_LDK, FLASH_LDK,
-               FLASH_PIECE);
+      if (c + 1 < FLASH_PIECES) flash_load(next, keys, c + 1, valid, tid);
+      else flash_load(next, values, 0, valid, tid);
+      tile_mma(s, tq + score_row * FLASH_LDQ + c * FLASH_PIECE, FLASH_LDQ,
+               tk + score_key * FLASH_LDK, FLASH_LDK, FLASH_PIECE);
     }
-    tile_store(s, ts + simd * 8, FLASH_LDS, lane);
+    tile_store(s, ts + score_row * FLASH_LDS + score_key, FLASH_LDS, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     flash_put(next, tk, tid);
-    flash_load(next, step, p, kv_head, key0, FLASH_PIECES + 1, last, tid);
+    flash_load(next, values, 1, valid, tid);
     {
       float e[FLASH_KEYS / FLASH_SHARE], m = top, sum = 0.0f;
       UNROLL for (uint i = 0; i < FLASH_KEYS / FLASH_SHARE; ++i) {
@@ -531,9 +542,10 @@ static inline void flash_body(device const act_t* q, device const act_t* proj, d
         threadgroup_barrier(mem_flags::mem_threadgroup);
         flash_put(next, tk, tid);
         if (c + 1 < FLASH_PIECES) {
-          flash_load(next, step, p, kv_head, key0, FLASH_PIECES + c + 1, last, tid);
-        } else if (key0 + FLASH_KEYS <= last) {
-          flash_load(next, step, p, kv_head, key0 + FLASH_KEYS, 0, last, tid);
+          flash_load(next, values, c + 1, valid, tid);
+        } else if (valid > FLASH_KEYS) {
+          keys = flash_keys(step, p, kv_head, key0 + FLASH_KEYS);
+          flash_load(next, keys, 0, valid - FLASH_KEYS, tid);
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);

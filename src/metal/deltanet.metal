@@ -1,6 +1,7 @@
 // deltanet.metal: gated DeltaNet: the decode step and its output projection; for prefill the
 // convolution, the chunked (WY) delta rule and the output gate.
 #include "matvec.h"
+#include "tile.h"
 
 // ---- common -------------------------------------------------------------------------------------
 static inline float dot4(float4 a, float4 b, float sum) {
@@ -438,7 +439,8 @@ LILY_VARIANTS_delta_wy(DELTA_WY)
 #define SCAN_V 16
 #define SCAN_PIECE 32                     // key columns of w and q staged at a time
 #define SCAN_LD (SCAN_PIECE + 4)          // rows on different banks
-#define SCAN_WIDE_LD (LILY_CHUNK + 4)     // of 64 columns of scores or k, and of d
+#define SCAN_WIDE_LD (LILY_CHUNK + 4)     // of 64 columns of scores and of d
+#define SCAN_K_LD (LILY_CHUNK + 8)        // of 64 columns of k, which are read downwards
 #define SCAN_STATE_LD (LILY_DELTA_DIM + 4)
 #define SCAN_VECTORS (LILY_CHUNK * LILY_CHUNK / 4 / SCAN_THREADS)  // a thread's of 64 x 64 floats
 
@@ -448,12 +450,13 @@ struct ScanStage {
   float4 v[SCAN_VECTORS];
 };
 template <uint COLUMNS>
-static inline void load_stage(thread ScanStage& s, device const float* from,
-                              ulong stride, device const float* from2, ulong stride2, uint row0,
-                              uint rows, uint tid) {
+static inline void load_stage(thread ScanStage& s, device const float* from, ulong stride,
+                              device const float* from2, ulong stride2, uint row0, uint rows,
+                              uint tid) {
   UNROLL for (uint i = 0; i < SCAN_VECTORS; ++i) {
     const bool second = COLUMNS < LILY_CHUNK && i >= SCAN_VECTORS / 2;
-    const uint at = i % (COLUMNS < LILY_CHUNK ? SCAN_VECTORS / 2 : SCAN_VECTORS) * SCAN_THREADS + tid;
+    const uint at =
+        i % (COLUMNS < LILY_CHUNK ? SCAN_VECTORS / 2 : SCAN_VECTORS) * SCAN_THREADS + tid;
     const uint r = row0 + at / (COLUMNS / 4), c = 4 * (at % (COLUMNS / 4));
     s.v[i] = float4(0.0f);  // past the end of the sequence
     if (r < rows) {
@@ -462,11 +465,11 @@ static inline void load_stage(thread ScanStage& s, device const float* from,
   }
 }
 template <uint COLUMNS>
-static inline void store_stage(thread const ScanStage& s, threadgroup float* stage, uint tid) {
+static inline void store_stage(thread const ScanStage& s, threadgroup float* stage, uint ld,
+                               uint tid) {
   UNROLL for (uint i = 0; i < SCAN_VECTORS; ++i) {
     const uint at = i * SCAN_THREADS + tid;
-    *(threadgroup float4*)(stage + at / (COLUMNS / 4) * (COLUMNS + 4) + 4 * (at % (COLUMNS / 4))) =
-        s.v[i];
+    *(threadgroup float4*)(stage + at / (COLUMNS / 4) * ld + 4 * (at % (COLUMNS / 4))) = s.v[i];
   }
 }
 static inline void delta_scan_body(
@@ -484,9 +487,11 @@ static inline void delta_scan_body(
   device const float* head_q = q + kh * LILY_DELTA_DIM;
   device const float* head_k = k + kh * LILY_DELTA_DIM;
   device const float* head_scores = scores + (ulong)h * LILY_CHUNK;
-  // Of products [rows][16 v]: this thread has rows rg + 16 i and columns cg, cg + 8.
-  const uint cg = lane & 7, rg = (lane >> 3) + 4 * simd;
+  // A simdgroup has rows 16 simd .. of products [64 rows][16 v] and columns 16 simd .. of [16 v][64 k].
+  typedef Tile<16, SCAN_V> ScanTile;
+  const uint first = 16 * simd;
   const ulong state_at = ((ulong)h * LILY_DELTA_DIM + v0) * LILY_DELTA_DIM;
+  const ulong out_at = (ulong)h * LILY_DELTA_DIM + v0;
   ScanStage next;
   load_stage<SCAN_PIECE>(next, head_w, value_floats, head_q, key_floats, 0, rows, tid);
   float2 next_g = load_decays(g, 0, rows, p.value_heads, h, lane);
@@ -505,70 +510,53 @@ static inline void delta_scan_body(
       rest[2 * lane + 1] = exp_(pair_difference(last, odd));
       next_g = load_decays(g, row0 + LILY_CHUNK, rows, p.value_heads, h, lane);
     }
-    float wanted[4][2];
-    UNROLL for (uint i = 0; i < 4; ++i) {
-      const uint r = row0 + rg + 16 * i;
-      UNROLL for (uint e = 0; e < 2; ++e) {
-        wanted[i][e] =
-            r < rows ? u[r * value_floats + h * LILY_DELTA_DIM + v0 + cg + 8 * e] : 0.0f;
-      }
+    float wanted[ScanTile::kSize];
+    UNROLL for (uint i = 0; i < ScanTile::kSize; ++i) {
+      const uint r = row0 + first + tile_row<16, SCAN_V>(i, lane);
+      wanted[i] = r < rows ? u[r * value_floats + out_at + tile_col<16, SCAN_V>(i, lane)] : 0.0f;
     }
-    float acc[8][2];  // 4 rows of w S^T, 4 of q S^T
-    UNROLL for (uint i = 0; i < 8; ++i)
-      acc[i][0] = acc[i][1] = 0.0f;
+    ScanTile read, out;  // w S^T, then q S^T and the rest of o
+    tile_zero(read);
+    tile_zero(out);
     for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += SCAN_PIECE) {
-      store_stage<SCAN_PIECE>(next, stage, tid);
+      store_stage<SCAN_PIECE>(next, stage, SCAN_LD, tid);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const uint d1 = d0 + SCAN_PIECE;
       if (d1 < LILY_DELTA_DIM) {
-        load_stage<SCAN_PIECE>(next, head_w + d1, value_floats, head_q + d1, key_floats, row0,
-                               rows, tid);
+        load_stage<SCAN_PIECE>(next, head_w + d1, value_floats, head_q + d1, key_floats, row0, rows,
+                               tid);
       } else {
         load_stage<LILY_CHUNK>(next, head_scores, score_floats, head_scores, 0, row0, rows, tid);
       }
-      for (uint c = 0; c < SCAN_PIECE; c += 4) {
-        const float4 s0 = *(threadgroup const float4*)(state + cg * SCAN_STATE_LD + d0 + c);
-        const float4 s1 = *(threadgroup const float4*)(state + (cg + 8) * SCAN_STATE_LD + d0 + c);
-        UNROLL for (uint i = 0; i < 8; ++i) {
-          const float4 a = *(threadgroup const float4*)(stage + (rg + 16 * i) * SCAN_LD + c);
-          acc[i][0] = dot4(a, s0, acc[i][0]);
-          acc[i][1] = dot4(a, s1, acc[i][1]);
-        }
-      }
+      tile_mma(read, stage + first * SCAN_LD, SCAN_LD, state + d0, SCAN_STATE_LD, SCAN_PIECE);
+      tile_mma(out, stage + (LILY_CHUNK + first) * SCAN_LD, SCAN_LD, state + d0, SCAN_STATE_LD,
+               SCAN_PIECE);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    UNROLL for (uint i = 0; i < 4; ++i) {
-      const uint r = rg + 16 * i;
-      UNROLL for (uint e = 0; e < 2; ++e) {
-        d[(cg + 8 * e) * SCAN_WIDE_LD + r] = row0 + r < rows ? wanted[i][e] - acc[i][e] : 0.0f;
-        acc[4 + i][e] *= grown[r];
-      }
+    UNROLL for (uint i = 0; i < ScanTile::kSize; ++i) {
+      const uint r = first + tile_row<16, SCAN_V>(i, lane);
+      d[tile_col<16, SCAN_V>(i, lane) * SCAN_WIDE_LD + r] =
+          row0 + r < rows ? wanted[i] - read.v[i] : 0.0f;
+      out.v[i] *= grown[r];
     }
-    store_stage<LILY_CHUNK>(next, stage, tid);
+    store_stage<LILY_CHUNK>(next, stage, SCAN_WIDE_LD, tid);
     load_stage<LILY_CHUNK>(next, head_k, key_floats, head_k, 0, row0, rows, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint c = 0; c < LILY_CHUNK; c += 4) {
-      const float4 d_0 = *(threadgroup const float4*)(d + cg * SCAN_WIDE_LD + c);
-      const float4 d_1 = *(threadgroup const float4*)(d + (cg + 8) * SCAN_WIDE_LD + c);
-      UNROLL for (uint i = 0; i < 4; ++i) {
-        const float4 a = *(threadgroup const float4*)(stage + (rg + 16 * i) * SCAN_WIDE_LD + c);
-        acc[4 + i][0] = dot4(a, d_0, acc[4 + i][0]);
-        acc[4 + i][1] = dot4(a, d_1, acc[4 + i][1]);
-      }
+    tile_mma(out, stage + first * SCAN_WIDE_LD, SCAN_WIDE_LD, d, SCAN_WIDE_LD, LILY_CHUNK);
+    UNROLL for (uint i = 0; i < ScanTile::kSize; ++i) {
+      const uint r = row0 + first + tile_row<16, SCAN_V>(i, lane);
+      if (r < rows) o[r * value_floats + out_at + tile_col<16, SCAN_V>(i, lane)] = out.v[i];
     }
-    UNROLL for (uint i = 0; i < 4; ++i) {
-      const uint r = row0 + rg + 16 * i;
-      device float* to = o + r * value_floats + h * LILY_DELTA_DIM + v0 + cg;
-      if (r < rows) {
-        to[0] = acc[4 + i][0];
-        to[8] = acc[4 + i][1];
-      }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (uint i = 0; i < SCAN_V * LILY_CHUNK / SCAN_THREADS; ++i) {
+      const uint at = i * SCAN_THREADS + tid, r = at % LILY_CHUNK;
+      d[at / LILY_CHUNK * SCAN_WIDE_LD + r] *= rest[r];
     }
-    // The state, 64 key columns at a time: this thread has columns 4 rg of rows cg, cg + 8.
+    // The state, 64 key columns at a time.
     const float kept = grown[LILY_CHUNK - 1];
     for (uint d0 = 0; d0 < LILY_DELTA_DIM; d0 += LILY_CHUNK) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      store_stage<LILY_CHUNK>(next, stage, tid);
+      if (d0 > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+      store_stage<LILY_CHUNK>(next, stage, SCAN_K_LD, tid);
       if (d0 == 0) {
         load_stage<LILY_CHUNK>(next, head_k + LILY_CHUNK, key_floats, head_k, 0, row0, rows, tid);
       } else {
@@ -576,22 +564,15 @@ static inline void delta_scan_body(
                                rows, tid);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      float4 sum0 = float4(0.0f), sum1 = float4(0.0f);
-      for (uint r = 0; r < LILY_CHUNK; r += 4) {
-        const float4 left = *(threadgroup const float4*)(rest + r);
-        const float4 d_0 = *(threadgroup const float4*)(d + cg * SCAN_WIDE_LD + r) * left;
-        const float4 d_1 = *(threadgroup const float4*)(d + (cg + 8) * SCAN_WIDE_LD + r) * left;
-        UNROLL for (uint e = 0; e < 4; ++e) {
-          const float4 a = *(threadgroup const float4*)(stage + (r + e) * SCAN_WIDE_LD + 4 * rg);
-          sum0 += d_0[e] * a;
-          sum1 += d_1[e] * a;
-        }
+      Tile<SCAN_V, 16> part;
+      threadgroup float* mine = state + d0 + first;
+      UNROLL for (uint i = 0; i < Tile<SCAN_V, 16>::kSize; ++i) {
+        part.v[i] =
+            kept *
+            mine[tile_row<SCAN_V, 16>(i, lane) * SCAN_STATE_LD + tile_col<SCAN_V, 16>(i, lane)];
       }
-      threadgroup float4* s0 = (threadgroup float4*)(state + cg * SCAN_STATE_LD + d0 + 4 * rg);
-      threadgroup float4* s1 =
-          (threadgroup float4*)(state + (cg + 8) * SCAN_STATE_LD + d0 + 4 * rg);
-      *s0 = kept * *s0 + sum0;
-      *s1 = kept * *s1 + sum1;
+      tile_mma_nn(part, d, SCAN_WIDE_LD, stage + first, SCAN_K_LD, LILY_CHUNK);
+      tile_store(part, mine, SCAN_STATE_LD, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -607,7 +588,7 @@ static inline void delta_scan_body(
     READ_IDS                                                                                     \
     SHARED(float4, state, SCAN_V * SCAN_STATE_LD / 4);                                           \
     SHARED(float4, d, SCAN_V * SCAN_WIDE_LD / 4);                                                \
-    SHARED(float4, stage, 2 * LILY_CHUNK * SCAN_LD / 4); /* or LILY_CHUNK * SCAN_WIDE_LD */      \
+    SHARED(float4, stage, 2 * LILY_CHUNK * SCAN_LD / 4); /* or LILY_CHUNK * SCAN_K_LD */      \
     SHARED(float, grown, LILY_CHUNK);                                                            \
     SHARED(float4, rest, LILY_CHUNK / 4);                                                        \
     delta_scan_body(q, k, g, w, u, scores, state_in, state_out, o, p, (threadgroup float*)state, \

@@ -179,21 +179,18 @@ static inline void add_group(thread Tile<M, 32>& acc, threadgroup const act_t* t
                              threadgroup const float* sums, threadgroup const float2* scales,
                              uint lane) {
   Tile<M, 32> part;
-  float row_sums[Tile<M, 32>::kSlots];
   tile_zero(part);
   if (is_coded<BITS>()) {
-    tile_mma_codes<K>(part, row_sums, (threadgroup const bfloat*)ta, MATMUL_LD,
-                      (threadgroup const uint*)tb + row * CODE_ROW(MATMUL_K), CODE_ROW(MATMUL_K), k,
-                      sums, lane);
+    tile_mma_codes<K>(part, (threadgroup const bfloat*)ta, MATMUL_LD,
+                      (threadgroup const uint*)tb + row * CODE_ROW(MATMUL_K), CODE_ROW(MATMUL_K),
+                      k);
   } else {
     tile_mma(part, ta + k, MATMUL_LD, (threadgroup const act_t*)tb + row * MATMUL_LD + k, MATMUL_LD,
              K);
-    UNROLL for (uint i = 0; i < Tile<M, 32>::kSize; ++i)
-      row_sums[tile_slot<M, 32>(i)] = sums[tile_row<M, 32>(i, lane)];
   }
   UNROLL for (uint i = 0; i < Tile<M, 32>::kSize; ++i) {
     const float2 sb = scales[tile_col<M, 32>(i, lane)];
-    acc.v[i] = fma(sb.x, part.v[i], fma(sb.y, row_sums[tile_slot<M, 32>(i)], acc.v[i]));
+    acc.v[i] = fma(sb.x, part.v[i], fma(sb.y, sums[tile_row<M, 32>(i, lane)], acc.v[i]));
   }
 }
 
@@ -228,7 +225,6 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
                                threadgroup uint4* pool, threadgroup float* sums,
                                threadgroup float2* scales, thread Tile<M, 32>& acc, uint tid,
                                uint lane, uint simd) {
-  constexpr bool SUMS = BITS != 16 && (!is_coded<BITS>() || CODE_SUMS);
   threadgroup act_t* ta = (threadgroup act_t*)pool;
   threadgroup uint4* tb = pool + MATMUL_M * MATMUL_LD * sizeof(act_t) / 16;
   const uint row = (simd & 1) * M, column = simd / 2 * 32;
@@ -261,7 +257,7 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float row_sums[MATMUL_ROWS];
     UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
-      if (SUMS) row_sums[i] = vector_sum(next_h[i]);
+      row_sums[i] = vector_sum(next_h[i]);
       if (h_row + 32 * i >= count) continue;
       threadgroup act_t* to = ta + (h_row + 32 * i) * MATMUL_LD;
       if (is_coded<BITS>()) tile_put_values((threadgroup bfloat*)to, h_k, next_h[i]);
@@ -272,12 +268,12 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
     } else {
       store_share_codes<BITS>((threadgroup act_t*)tb + w_row * MATMUL_LD + w_k, next_w);
     }
-    if (SUMS) {
+    if (BITS != 16) {
       // Over the 4 neighbours of a half of the step: even lanes get the first row's sum, odd ones the
       // second's.
       const bool odd = (lane & 1) != 0, upper = (lane & 4) != 0;
-      float sum = (odd ? row_sums[1] : row_sums[0]) +
-                  simd_shuffle_xor(odd ? row_sums[0] : row_sums[1], 1);
+      float sum =
+          (odd ? row_sums[1] : row_sums[0]) + simd_shuffle_xor(odd ? row_sums[0] : row_sums[1], 1);
       sum += simd_shuffle_xor(sum, 2);
       const float both = sum + simd_shuffle_xor(sum, 4);
       if ((lane & 2) == 0 && (two_groups || !upper)) {

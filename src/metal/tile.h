@@ -10,9 +10,8 @@
 // Products with 4-bit codes, of bf16 only, where a code q counts as CODE_OFFSET + q; rows are put piece by
 // piece, each where the target wants it, K is a multiple of 32:
 //   tile_put_values(row of A, k, 8 values)  tile_put_codes(row of B, k, 32 codes)
-//   tile_mma_codes<K>(t, row_sums, A[M][lda], B[N], k, sums)  t += A B^T over k .. k + K, row_sums[kSlots] =
-//   sums of A's rows over it; sums: the same in threadgroup memory, where CODE_SUMS asks for it
-// A row of B has CODE_ROW(K) uints.
+//   tile_mma_codes<K>(t, A[M][lda], B[N], row, k)  t += A B^T over k .. k + K; row = CODE_ROW(K): uints of
+//   a row of B
 // The (lane, i) -> (row, column) map is the target's own; sim draws it by seed. Products are
 // collectives of the simdgroup. M is a multiple of 16, N of 8.
 #ifndef LILY_TILE_H
@@ -170,10 +169,14 @@ static inline void tile_load(thread uint (&r)[4], threadgroup const bfloat* at) 
   const uint address = (uint)(ulong)at;
   if (TRANS) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
   }
 }
 // d[16 x 8] += a[16 x 16] b[16 x 8].
@@ -212,7 +215,8 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* 
     }
   }
 }
-// fp32 operands: plain multiply-adds, the same layout.
+#ifdef LILY_EXACT
+// fp32 operands where all is fp32: plain multiply-adds, the same layout.
 template <bool TRANSPOSED, uint M, uint N>
 static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a, uint lda,
                                 threadgroup const float* b, uint ldb, uint k_count) {
@@ -236,6 +240,59 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a
     }
   }
 }
+#else
+// fp32 operands beside bf16 ones: as two tf32 numbers each, of which three products are taken: what is lost is 2^-22 of
+// each product. Rows are aligned to 16 bytes.
+struct TilePair {
+  uint high, low;
+};
+static inline TilePair tile_split(uint bits) {
+  TilePair p;
+  p.high = (bits + 0x1000u) & 0xffffe000u;  // to the nearest; the product ignores the bits below
+  p.low = as_type<uint>(as_type<float>(bits) - as_type<float>(p.high)) + 0x1000u;
+  return p;
+}
+// d[16 x 8] += a[16 x 8] b[8 x 8].
+static inline void tile_mma8(thread float* d, uint a0, uint a1, uint a2, uint a3, uint b0,
+                             uint b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+static inline void tile_mma8(thread float* d, thread const TilePair (&a)[4],
+                             thread const TilePair (&b)[2]) {
+  tile_mma8(d, a[0].low, a[1].low, a[2].low, a[3].low, b[0].high, b[1].high);
+  tile_mma8(d, a[0].high, a[1].high, a[2].high, a[3].high, b[0].low, b[1].low);
+  tile_mma8(d, a[0].high, a[1].high, a[2].high, a[3].high, b[0].high, b[1].high);
+}
+template <bool TRANSPOSED, uint M, uint N>
+static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a, uint lda,
+                                threadgroup const float* b, uint ldb, uint k_count) {
+  // tile_load moves 16 bytes of a row, which are 4 values here: one of them a lane.
+  const uint g = tile_lane() / 4, c = tile_lane() & 3;
+  const uint low = tile_lane() & 15, high = tile_lane() >> 4;
+  for (uint k = 0; k < k_count; k += 8) {
+    TilePair ra[M / 16][4];
+    UNROLL for (uint m = 0; m < M / 16; ++m) {
+      uint r[4];
+      tile_load<false>(r, (threadgroup const bfloat*)(a + (m * 16 + low) * lda + k + high * 4));
+      UNROLL for (uint i = 0; i < 4; ++i)
+        ra[m][i] = tile_split(r[i]);
+    }
+    UNROLL for (uint n = 0; n < N / 8; ++n) {
+      TilePair rb[2];
+      UNROLL for (uint i = 0; i < 2; ++i) {
+        const uint row = k + c + 4 * i, column = n * 8 + g;
+        rb[i] =
+            tile_split(as_type<uint>(TRANSPOSED ? b[column * ldb + row] : b[row * ldb + column]));
+      }
+      UNROLL for (uint m = 0; m < M / 16; ++m)
+        tile_mma8(t.v + (m * (N / 8) + n) * 4, ra[m], rb);
+    }
+  }
+}
+#endif
 
 #endif
 
@@ -254,9 +311,7 @@ static inline uint4 value_pairs(uint4 v) {
 #ifdef __NVPTX__
 // Codes stay as they are; a lane unpacks those of its column, words t and t + 4 of 64 values. It so
 // meets pair j of words 0 .. 3 in one product, which is how rows of A lie: 16 bytes for each j.
-// The sums of A's rows are products with ones.
 #define CODE_ROW(K) ((K) / 8 + 4)
-#define CODE_SUMS 0
 static inline void tile_put_values(threadgroup bfloat* row, uint k, uint4 v) {
   threadgroup uint* to = (threadgroup uint*)row + (k & 32) / 2 + (k / 8 & 3);
   const uint4 p = value_pairs(v);
@@ -267,26 +322,18 @@ static inline void tile_put_codes(threadgroup uint* row, uint k, uint4 codes) {
   *(threadgroup uint4*)(row + k / 8) = codes;
 }
 template <uint K, uint M, uint N>
-static inline void tile_mma_codes(thread Tile<M, N>& t, thread float (&row_sums)[M / 8],
-                                  threadgroup const bfloat* a, uint lda, threadgroup const uint* b,
-                                  uint row, uint k0, threadgroup const float*, uint) {
+static inline void tile_mma_codes(thread Tile<M, N>& t, threadgroup const bfloat* a, uint lda,
+                                  threadgroup const uint* b, uint row, uint k0) {
   const uint low = tile_lane() & 15, high = tile_lane() >> 4;
   threadgroup const uint* words = b + tile_lane() / 4 * row + (tile_lane() & 3) + k0 / 8;
-  float ones[M / 16][4];
-  UNROLL for (uint m = 0; m < M / 16; ++m) {
-    UNROLL for (uint i = 0; i < 4; ++i)
-      ones[m][i] = 0.0f;
-  }
   UNROLL for (uint k = 0; k < K; k += 32) {
     uint q[N / 8];
     UNROLL for (uint n = 0; n < N / 8; ++n)
       q[n] = words[n * 8 * row + k / 8];
     UNROLL for (uint s = 0; s < 2; ++s) {
       uint ra[M / 16][4];
-      UNROLL for (uint m = 0; m < M / 16; ++m) {
+      UNROLL for (uint m = 0; m < M / 16; ++m)
         tile_load<false>(ra[m], a + (m * 16 + low) * lda + k0 + k + s * 16 + high * 8);
-        tile_mma16(ones[m], ra[m], 0x3f803f80u, 0x3f803f80u);
-      }
       UNROLL for (uint n = 0; n < N / 8; ++n) {
         const uint4 rb = code_pairs(q[n]);
         UNROLL for (uint m = 0; m < M / 16; ++m)
@@ -294,14 +341,9 @@ static inline void tile_mma_codes(thread Tile<M, N>& t, thread float (&row_sums)
       }
     }
   }
-  UNROLL for (uint m = 0; m < M / 16; ++m) {
-    row_sums[2 * m] = ones[m][0];
-    row_sums[2 * m + 1] = ones[m][2];
-  }
 }
 #else
 #define CODE_ROW(K) (((K) + 8) / 2)
-#define CODE_SUMS 1
 static inline void tile_put_values(threadgroup bfloat* row, uint k, uint4 v) {
   *(threadgroup uint4*)(row + k) = value_pairs(v);
 }
@@ -309,13 +351,10 @@ static inline void tile_put_codes(threadgroup uint* row, uint k, uint4 codes) {
   UNROLL for (uint i = 0; i < 4; ++i)
     *(threadgroup uint4*)(row + k / 2 + 4 * i) = code_pairs(codes[i]);
 }
-template <uint K, uint M, uint N, uint SLOTS>
-static inline void tile_mma_codes(thread Tile<M, N>& t, thread float (&row_sums)[SLOTS],
-                                  threadgroup const bfloat* a, uint lda, threadgroup const uint* b,
-                                  uint row, uint k0, threadgroup const float* sums, uint lane) {
+template <uint K, uint M, uint N>
+static inline void tile_mma_codes(thread Tile<M, N>& t, threadgroup const bfloat* a, uint lda,
+                                  threadgroup const uint* b, uint row, uint k0) {
   tile_mma_any<true>(t, a + k0, lda, (threadgroup const bfloat*)b + k0, 2 * row, K);
-  UNROLL for (uint i = 0; i < M * N / 32; ++i)
-    row_sums[tile_slot<M, N>(i)] = sums[tile_row<M, N>(i, lane)];
 }
 #endif
 

@@ -350,20 +350,19 @@ def prefill_cases(rows: int) -> Iterator[Case]:
     yield matmul("matmul attention", ATTN_STRIDE, HIDDEN)
     yield matmul("matmul out", HIDDEN, VALUE_HEADS * DIM, mode=2)
     yield matmul("matmul router", EXPERTS + 1, HIDDEN, 8, 1)
-    yield matmul("matmul shared up", 2 * WIDTH, HIDDEN, mode=3)
-    yield matmul("matmul shared down", HIDDEN, WIDTH)
-    pairs = rows * TOP_K
+    pairs = rows * (TOP_K + 1)
     rng = np.random.default_rng(5)
     chosen = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows)]).reshape(-1)
-    order = np.argsort(chosen, kind="stable").astype(np.uint32)
-    counts = np.bincount(chosen, minlength=EXPERTS)
+    experts = np.concatenate([chosen, np.full(rows, EXPERTS)])  # the last: the shared one
+    order = np.argsort(experts, kind="stable").astype(np.uint32)
+    counts = np.bincount(experts, minlength=EXPERTS + 1)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint32)
     tiles = [
         (e, first)
-        for e in range(EXPERTS)
+        for e in range(EXPERTS + 1)
         for first in range(int(offsets[e]), int(offsets[e + 1]), TILE)
     ]
-    table = np.zeros(1 + 2 * (pairs // TILE + EXPERTS), np.uint32)
+    table = np.zeros(1 + 2 * (pairs // TILE + EXPERTS + 1), np.uint32)
     table[0] = len(tiles)
     table[1 : 1 + 2 * len(tiles)] = np.array(tiles, np.uint32).reshape(-1)
     for name, n, k, swiglu in (
@@ -381,12 +380,14 @@ def prefill_cases(rows: int) -> Iterator[Case]:
                 top_k=TOP_K,
                 tile=TILE,
                 swiglu=swiglu,
+                shared=1,
             ),
             [
                 *matrix(n, k, experts=EXPERTS),
+                *matrix(n, k),
                 Arg("act", (rows if swiglu else pairs) * k),
                 Arg("u32", pairs, values=order),
-                Arg("u32", EXPERTS + 1, values=offsets),
+                Arg("u32", EXPERTS + 2, values=offsets),
                 Arg("u32", table.size, values=table),
                 Arg("act", pairs * (n // 2 if swiglu else n)),
             ],
@@ -520,17 +521,16 @@ def prefill_cases(rows: int) -> Iterator[Case]:
         [
             Arg("route", route.size, values=route.reshape(-1)),
             Arg("u32", pairs),
-            Arg("u32", EXPERTS + 1),
+            Arg("u32", EXPERTS + 2),
             Arg("u32", table.size),
         ],
         route.size * 4,
     )
     yield plain(
         "moe_combine",
-        params("moe_combine", rows=rows, hidden=HIDDEN, top_k=TOP_K, shared=1),
+        params("moe_combine", rows=rows, hidden=HIDDEN, top_k=TOP_K),
         [
             Arg("act", pairs * HIDDEN),
-            Arg("act", rows * HIDDEN),
             Arg("route", route.size, values=route.reshape(-1)),
             Arg("act", rows * HIDDEN),
         ],

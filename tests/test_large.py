@@ -70,7 +70,7 @@ def test_experts_of_4096_rows(card: Kernels, swiglu: bool) -> None:
     w = h.weight(rng, n, k, 4, 64, experts=experts)
     chosen = choose(rng, ROWS, experts, top_k)
     order, offsets, tiles = group_pairs(chosen, experts, 64)
-    pairs = ROWS * top_k
+    pairs = ROWS * (top_k + 1)  # the shared expert's weights are expert 0's
     x = card.act(rng.standard_normal((ROWS if swiglu else pairs, k)))
     p = h.params(
         "expert_matmul",
@@ -80,11 +80,14 @@ def test_experts_of_4096_rows(card: Kernels, swiglu: bool) -> None:
         top_k=top_k,
         tile=64,
         swiglu=int(swiglu),
+        shared=1,
     )
     columns = n // 2 if swiglu else n
     args = [
         In(w.codes),
         In(w.pairs),
+        In(w.codes[: w.codes.size // experts]),
+        In(w.pairs[: w.pairs.size // experts]),
         In(x),
         In(order),
         In(offsets),
@@ -94,8 +97,10 @@ def test_experts_of_4096_rows(card: Kernels, swiglu: bool) -> None:
     (got,) = card.run("expert_matmul", p, args)
     assert np.isfinite(h.from_act(got)).all()
     r, c = _samples(rng, pairs, columns)
-    xs = h.from_act(x)[r // top_k if swiglu else r].astype(np.float64)
-    e = chosen.reshape(-1)[r]
+    shared = r >= ROWS * top_k
+    row = np.where(shared, r - ROWS * top_k, r // top_k)
+    xs = h.from_act(x)[row if swiglu else r].astype(np.float64)
+    e = np.where(shared, 0, chosen.reshape(-1)[np.minimum(r, ROWS * top_k - 1)])
     if swiglu:
         gate = (xs * w.values[e, 2 * c]).sum(-1)
         want = gate / (1 + np.exp(-gate)) * (xs * w.values[e, 2 * c + 1]).sum(-1)

@@ -274,12 +274,13 @@ def test_matmul_real_shapes(kernels: Kernels, n: int, k: int, mode: str) -> None
 
 # ---- expert_matmul -----------------------------------------------------------------------------
 def group_pairs(chosen: np.ndarray, experts: int, tile: int) -> tuple[np.ndarray, ...]:
-    """order, offsets and the tile list of experts chosen [rows, top_k]; unused tiles are poison."""
-    flat = chosen.reshape(-1)
+    """order, offsets and the tile list of experts chosen [rows, top_k] and of the shared one, number
+    `experts`; unused tiles are poison."""
+    flat = np.concatenate([chosen.reshape(-1), np.full(len(chosen), experts)])
     order = np.argsort(flat, kind="stable").astype(np.uint32)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=experts))])
-    tiles = [(e, at) for e in range(experts) for at in range(offsets[e], offsets[e + 1], tile)]
-    listed = np.full(1 + 2 * (flat.size // tile + experts), 0xFFFFFFFF, np.uint32)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=experts + 1))])
+    tiles = [(e, at) for e in range(experts + 1) for at in range(offsets[e], offsets[e + 1], tile)]
+    listed = np.full(1 + 2 * (flat.size // tile + experts + 1), 0xFFFFFFFF, np.uint32)
     listed[0] = len(tiles)
     listed[1 : 1 + 2 * len(tiles)] = np.array(tiles).reshape(-1)
     return order, offsets.astype(np.uint32), listed
@@ -297,41 +298,64 @@ def choose(rng: np.random.Generator, rows: int, experts: int, top_k: int) -> np.
 def run_experts(
     kernels: Kernels,
     w: h.Weight,
-    experts: int,
+    own: h.Weight | None,
     x: np.ndarray,
     chosen: np.ndarray,
     tile: int,
     swiglu: bool,
 ) -> np.ndarray:
+    """Outputs of the routed pairs, then of the shared expert, whose weight is `own`, if it takes part.
+    x: [rows, k], or in plain products a row for each of the pairs."""
     rows, top_k = chosen.shape
-    order, offsets, tiles = group_pairs(chosen, experts, tile)
+    order, offsets, tiles = group_pairs(chosen, len(w.values), tile)
     p = h.params(
         "expert_matmul",
         w=w.linear,
         rows=rows,
-        experts=experts,
+        experts=len(w.values),
         top_k=top_k,
         tile=tile,
         swiglu=int(swiglu),
+        shared=int(own is not None),
     )
-    out = kernels.out_act(rows * top_k, w.linear.n // 2 if swiglu else w.linear.n)
-    args = [In(w.codes), In(w.pairs), In(x), In(order), In(offsets), In(tiles), out]
+    pairs = rows * (top_k + (own is not None))
+    out = kernels.out_act(pairs, w.linear.n // 2 if swiglu else w.linear.n)
+    own_codes: list[h.Argument] = [None, None] if own is None else [In(own.codes), In(own.pairs)]
+    lists = [In(order), In(offsets), In(tiles)]
+    args = [In(w.codes), In(w.pairs), *own_codes, In(x), *lists, out]
     (y,) = kernels.run("expert_matmul", p, args)
     return y
+
+
+def check_experts(
+    kernels: Kernels,
+    rng: np.random.Generator,
+    w: h.Weight,
+    own: h.Weight | None,
+    rows: int,
+    top_k: int,
+    tile: int,
+    swiglu: bool,
+) -> None:
+    chosen = choose(rng, rows, len(w.values), top_k)
+    pairs = rows * top_k
+    count = rows if swiglu else pairs + (rows if own else 0)
+    x, xv = vectors(kernels, rng, count, w.linear.k)
+    routed = np.repeat(xv, top_k, axis=0) if swiglu else xv[:pairs]
+    want = np.einsum("pk,pnk->pn", routed, w.values[chosen.reshape(-1)])
+    if own:
+        want = np.concatenate([want, xv[-rows:] @ own.values[0].T])
+    y = run_experts(kernels, w, own, x, chosen, tile, swiglu)
+    close(y, swiglu_rows(want) if swiglu else want)
 
 
 @pytest.mark.parametrize("swiglu", [True, False], ids=["swiglu", "plain"])
 @all_formats
 def test_expert_formats(kernels: Kernels, bits: int, group: int, f16: bool, swiglu: bool) -> None:
     rng = np.random.default_rng(bits * group + f16)
-    rows, experts, top_k = 9, 4, 2
-    w = h.weight(rng, 68, 128, bits, group, f16, experts=experts)
-    chosen = choose(rng, rows, experts, top_k)
-    x, xv = vectors(kernels, rng, rows if swiglu else rows * top_k, 128)
-    y = run_experts(kernels, w, experts, x, chosen, 64, swiglu)
-    per_pair = np.repeat(xv, top_k, axis=0) if swiglu else xv
-    want = np.einsum("pk,pnk->pn", per_pair, w.values[chosen.reshape(-1)])
-    close(y, swiglu_rows(want) if swiglu else want)
+    w = h.weight(rng, 68, 128, bits, group, f16, experts=4)
+    own = h.weight(rng, 68, 128, bits, group, f16)
+    check_experts(kernels, rng, w, own, 9, 2, 64, swiglu)
 
 
 @pytest.mark.parametrize("tile", [16, 32, 64])
@@ -339,13 +363,16 @@ def test_expert_formats(kernels: Kernels, bits: int, group: int, f16: bool, swig
 def test_expert_tiles(kernels: Kernels, rows: int, tile: int) -> None:
     """Experts with no pair, one, and more than a tile; ragged n."""
     rng = np.random.default_rng(rows + tile)
-    experts, top_k = 7, 3
-    w = h.weight(rng, 66, 64, 4, 32, experts=experts)
-    chosen = choose(rng, rows, experts, top_k)
-    x, xv = vectors(kernels, rng, rows, 64)
-    y = run_experts(kernels, w, experts, x, chosen, tile, True)
-    gate, up = w.values[:, 0::2], w.values[:, 1::2]
-    close(y, ref.expert_up(xv, gate, up, chosen).reshape(rows * top_k, -1))
+    w, own = h.weight(rng, 66, 64, 4, 32, experts=7), h.weight(rng, 66, 64, 4, 32)
+    check_experts(kernels, rng, w, own, rows, 3, tile, True)
+
+
+@pytest.mark.parametrize("swiglu", [True, False], ids=["swiglu", "plain"])
+def test_experts_without_the_shared_one(kernels: Kernels, swiglu: bool) -> None:
+    """Its tiles are in the list and left out: y ends before its rows."""
+    rng = np.random.default_rng(8)
+    w = h.weight(rng, 66, 64, 4, 32, experts=6)
+    check_experts(kernels, rng, w, None, 70, 3, 16, swiglu)
 
 
 @pytest.mark.parametrize("swiglu", [True, False], ids=["up", "down"])
@@ -358,9 +385,13 @@ def test_expert_real_shapes(kernels: Kernels, swiglu: bool) -> None:
     n, k = (1024, 2048) if swiglu else (2048, 512)
     w = raw_weight(rng, experts * n, k)
     w.linear.n = n
+    w.values = np.zeros((experts, 0, 0))  # far too many to be unpacked
+    own = h.weight(rng, n, k)
     chosen = choose(rng, rows, experts, top_k)
-    x, xv = vectors(kernels, rng, rows if swiglu else rows * top_k, k)
-    y = run_experts(kernels, w, experts, x, chosen, 64, swiglu)
+    x, xv = vectors(kernels, rng, rows if swiglu else rows * (top_k + 1), k)
+    y = run_experts(kernels, w, own, x, chosen, 64, swiglu)
+    want = xv[-rows:] @ own.values[0].T
+    close(y[-rows:], swiglu_rows(want) if swiglu else want)
     assert not np.isnan(h.from_act(y)).any()
     some = rng.choice(rows * top_k, 12)
     which = chosen.reshape(-1)[some][:, None] * n + np.arange(n)
@@ -385,10 +416,13 @@ def test_expert_far_offsets(kernels: Kernels) -> None:
     x, xv = vectors(kernels, rng, 3, k)
     chosen = np.array([[0], [last], [last]])
     lists = group_pairs(chosen, experts, 64)
-    p = h.params("expert_matmul", w=two.linear, rows=3, experts=experts, top_k=1, tile=64, swiglu=0)
+    sizes = {"rows": 3, "experts": experts, "top_k": 1, "tile": 64}
+    p = h.params("expert_matmul", w=two.linear, swiglu=0, shared=0, **sizes)
+    none = core.buffer(16, "none")
     views = [
         (codes, 0, experts * code_bytes // 4, "u32"),
         (pairs, 0, experts * pair_bytes // 4, "u32"),
+        *[(none, 0, 0, "u32")] * 2,
     ]
     name = "f32" if kernels.exact else "bf16"
     for array in (x, *lists):
@@ -454,13 +488,13 @@ def test_refusals_name_both_numbers() -> None:
     )
     odd = h.linear(7, 128, 4, 64)
     refused(kernels, "matmul", "n is 7", args, **{**matmul, "w": odd, "mode": 3})
-    experts = {"w": w.linear, "rows": 1, "experts": 2, "top_k": 1, "tile": 65, "swiglu": 0}
-    refused(kernels, "expert_matmul", "65 pairs, supported 1 to 64", [], **experts)
-    refused(
-        kernels,
-        "expert_matmul",
-        "top-k 3, supported 1 to 16 of 2 experts",
-        [],
-        **{**experts, "tile": 64, "top_k": 3},
-    )
+    experts = {"w": w.linear, "rows": 1, "experts": 2, "top_k": 1, "tile": 64, "swiglu": 0}
+    for says, change in (
+        ("65 pairs, supported 1 to 64", {"tile": 65}),
+        ("top-k 3, supported 1 to 16 of 2 experts", {"top_k": 3}),
+        ("1 experts, supported 2 to 1024", {"experts": 1}),
+        ("n is 7", {"w": odd, "swiglu": 1}),
+        ("up to 65539 tiles, supported 65535", {"rows": 32768, "tile": 1}),
+    ):
+        refused(kernels, "expert_matmul", says, [], **{**experts, "shared": 1, **change})
     refused(kernels, "rms_norm", "rows of 100 values", [], rows=1, k=100, eps=EPS)

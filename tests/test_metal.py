@@ -254,17 +254,19 @@ def test_arguments_params_and_step_are_bound_in_order() -> None:
 # ---- long lists --------------------------------------------------------------------------------
 def heavy(core: _core.Kernels) -> tuple:
     """A launch that costs a fifth of a second by its shapes and does nothing: it has no tiles."""
-    rows, n, k = 1024, 4096, 65536
+    rows, n, k = 512, 4096, 65536
     w = linear(n, k)
-    p = params("expert_matmul", w=w, rows=rows, experts=1, top_k=1, tile=64, swiglu=1)
-    tiles = 1 + 2 * (rows // 64 + 1)
-    sizes = [n * k // 8, n * k // 64, rows * k // 2, rows, 2, tiles, rows * n // 4]
+    flags = {"top_k": 1, "tile": 64, "swiglu": 1, "shared": 1}
+    p = params("expert_matmul", w=w, rows=rows, experts=2, **flags)
+    tiles = 1 + 2 * (2 * rows // 64 + 3)
+    codes, pairs = n * k // 8, n * k // 64
+    sizes = [2 * codes, 2 * pairs, codes, pairs, rows * k // 2, 2 * rows, 4, tiles, rows * n // 2]
     views = []
     for i, words in enumerate(sizes):
         buffer = core.buffer(words * 4, f"argument {i}")
-        if words <= max(rows, tiles):
+        if words <= max(2 * rows, tiles):
             buffer.write(0, np.zeros(words * 4, np.uint8))
-        dtype = "bf16" if i in (2, 6) else "u32"
+        dtype = "bf16" if i in (4, 8) else "u32"
         views.append((buffer, 0, words * (2 if dtype == "bf16" else 1), dtype))
     return ("expert_matmul", np.frombuffer(bytes(p), np.uint8), views, [], [])
 

@@ -123,16 +123,20 @@ void matmul(const TwinCall& call) {
 void expert_matmul(const TwinCall& call) {
   const ExpertMatmul& p = params<ExpertMatmul>(call);
   const uint32_t k = p.w.k, columns = p.swiglu ? p.w.n / 2 : p.w.n;
-  const uint32_t *order = arg<uint32_t>(call, 3), *offsets = arg<uint32_t>(call, 4);
+  const uint32_t *order = arg<uint32_t>(call, 5), *offsets = arg<uint32_t>(call, 6);
   const uint32_t span = kPanelsPerJob * kPanel, spans = (p.w.n + span - 1) / span;
+  const uint32_t experts = p.experts + (p.shared ? 1 : 0);
   with_act(call, [&](auto* tag) {
     using Act = std::remove_pointer_t<decltype(tag)>;
-    parallel(call, size_t(p.experts) * spans, [&](size_t job) {
-      const size_t e = job / spans;
+    parallel(call, size_t(experts) * spans, [&](size_t job) {
+      const size_t e = experts - 1 - job / spans;  // the shared one, with all rows, begins
+      const bool shared = e == p.experts;
       const uint32_t n_begin = uint32_t(job % spans) * span;
       const uint32_t n_end = p.w.n - n_begin < span ? p.w.n : n_begin + span;
-      const uint32_t* codes = matrix_codes(p.w, arg<uint32_t>(call, 0), e);
-      const uint32_t* pairs = matrix_pairs(p.w, arg<uint32_t>(call, 1), e);
+      const uint32_t* codes =
+          matrix_codes(p.w, arg<uint32_t>(call, shared ? 2 : 0), shared ? 0 : e);
+      const uint32_t* pairs =
+          matrix_pairs(p.w, arg<uint32_t>(call, shared ? 3 : 1), shared ? 0 : e);
       for (uint32_t m0 = offsets[e]; m0 < offsets[e + 1]; m0 += kRowBlock) {
         const uint32_t left = offsets[e + 1] - m0, count = left < kRowBlock ? left : kRowBlock;
         float* packed = scratch(0, size_t(count) * k);
@@ -140,7 +144,10 @@ void expert_matmul(const TwinCall& call) {
             k, count,
             [&](uint32_t r) {
               const uint32_t pair = order[m0 + r];
-              return arg<Act>(call, 2) + size_t(p.swiglu ? pair / p.top_k : pair) * k;
+              const uint32_t row = !p.swiglu ? pair
+                                   : shared  ? pair - p.rows * p.top_k
+                                             : pair / p.top_k;
+              return arg<Act>(call, 4) + size_t(row) * k;
             },
             packed);
         for (uint32_t n0 = n_begin; n0 < n_end; n0 += kPanel) {
@@ -150,7 +157,7 @@ void expert_matmul(const TwinCall& call) {
           for (uint32_t r = 0; r < count; ++r) {
             write_outputs<Act>(p.swiglu ? kMatmulSwiglu : kMatmulAct, out + r * kPanel, n0,
                                n_end - n0 < kPanel ? n_end - n0 : kPanel,
-                               arg<Act>(call, 6) + size_t(order[m0 + r]) * columns, nullptr);
+                               arg<Act>(call, 8) + size_t(order[m0 + r]) * columns, nullptr);
           }
         }
       }

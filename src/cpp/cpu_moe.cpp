@@ -159,14 +159,14 @@ void group_rows(const TwinCall& call) {
   uint32_t* order = arg<uint32_t>(call, 1);
   uint32_t* offsets = arg<uint32_t>(call, 2);
   uint32_t* tiles = arg<uint32_t>(call, 3);
-  const uint32_t pairs = p.rows * p.top_k;
+  const uint32_t routed = p.rows * p.top_k, pairs = routed + p.rows;
   const auto expert = [&](uint32_t pair) {
-    return std::min(route[pair + pair / p.top_k].expert, p.experts - 1);
+    return pair < routed ? std::min(route[pair + pair / p.top_k].expert, p.experts - 1) : p.experts;
   };
-  uint32_t next[1024] = {};
+  uint32_t next[1025] = {};
   for (uint32_t i = 0; i < pairs; ++i) ++next[expert(i)];
   uint32_t begin = 0, tile = 0;
-  for (uint32_t e = 0; e < p.experts; ++e) {
+  for (uint32_t e = 0; e <= p.experts; ++e) {
     const uint32_t count = next[e];
     offsets[e] = next[e] = begin;
     for (uint32_t i = 0; i < count; i += p.tile, ++tile) {
@@ -175,7 +175,7 @@ void group_rows(const TwinCall& call) {
     }
     begin += count;
   }
-  offsets[p.experts] = pairs;
+  offsets[p.experts + 1] = pairs;
   tiles[0] = tile;
   for (uint32_t i = 0; i < pairs; ++i) order[next[expert(i)]++] = i;
 }
@@ -186,17 +186,14 @@ void moe_combine(const TwinCall& call) {
     using Act = std::remove_pointer_t<decltype(tag)>;
     parallel(call, p.rows, [&](size_t r) {
       constexpr uint32_t kBlock = 64;  // hidden is a multiple of it
-      const Route* route = arg<Route>(call, 2) + r * (p.top_k + 1);
-      Act* x = arg<Act>(call, 3) + r * p.hidden;
+      const Route* route = arg<Route>(call, 1) + r * (p.top_k + 1);
+      Act* x = arg<Act>(call, 2) + r * p.hidden;
       for (uint32_t c = 0; c < p.hidden; c += kBlock) {
         float sum[kBlock] = {};
-        for (uint32_t j = 0; j < p.top_k; ++j) {
-          const Act* down = arg<Act>(call, 0) + (r * p.top_k + j) * p.hidden + c;
+        for (uint32_t j = 0; j <= p.top_k; ++j) {
+          const size_t pair = j < p.top_k ? r * p.top_k + j : size_t(p.rows) * p.top_k + r;
+          const Act* down = arg<Act>(call, 0) + pair * p.hidden + c;
           for (uint32_t i = 0; i < kBlock; ++i) sum[i] += route[j].weight * load(down, i);
-        }
-        if (p.shared) {
-          const Act* out = arg<Act>(call, 1) + r * p.hidden + c;
-          for (uint32_t i = 0; i < kBlock; ++i) sum[i] += route[p.top_k].weight * load(out, i);
         }
         for (uint32_t i = 0; i < kBlock; ++i) store(x, c + i, load(x, c + i) + sum[i]);
       }

@@ -74,7 +74,7 @@ double launch_flops(const CommandList& list, const Launch& l) {
     }
     case Op::expert_matmul: {
       const auto p = params_of<ExpertMatmul>(list, l);
-      return matrix(p.w, double(p.rows) * p.top_k);
+      return matrix(p.w, double(p.rows) * (p.top_k + p.shared));
     }
     default:
       return 0;

@@ -35,7 +35,7 @@ constexpr uint32_t kHeadParts = 4;
 constexpr uint32_t kExpertTile = 64;
 
 uint32_t max_tiles(const Config& c, uint32_t rows) {
-  return uint32_t(uint64_t(rows) * c.top_k / kExpertTile + c.experts);
+  return uint32_t(uint64_t(rows) * (c.top_k + 1) / kExpertTile + c.experts + 1);
 }
 
 // y[:, part] = W_part norm(x) for each matrix of the stack.
@@ -47,6 +47,10 @@ void project(Recorder& r, const Stack& stack, uint32_t rows, const Tensor& x, co
     r.project({m.w, rows, ssq_parts, stride, part.offset, f32, eps},
               {m.codes, m.pairs, x, gain, ssq, y}, step);
   }
+}
+bool same_form(const Linear& a, const Linear& b) {
+  return a.n == b.n && a.k == b.k && a.bits == b.bits && a.group_shift == b.group_shift &&
+         a.scale_f16 == b.scale_f16;
 }
 void matmul(Recorder& r, const Matrix& m, uint32_t rows, const Tensor& h, const Tensor& y,
             uint32_t stride, uint32_t offset, MatmulMode mode) {
@@ -114,13 +118,11 @@ PrefillScratch::PrefillScratch(Device& device, const Config& c, uint32_t rows_) 
   attn_q = a(c.attention_width(), "attention q");
   router = f(c.experts + 1, "router logits");
   route = i(uint64_t(rows) * (c.top_k + 1) * 2, "routes");
-  order = i(uint64_t(rows) * c.top_k, "pair order");
-  offsets = i(c.experts + 1, "expert offsets");
+  order = i(uint64_t(rows) * (c.top_k + 1), "pair order");
+  offsets = i(c.experts + 2, "expert offsets");
   tiles = i(1 + 2 * uint64_t(max_tiles(c, rows)), "expert tiles");
-  expert_h = a(uint64_t(c.top_k) * c.expert_width, "expert activations");
-  expert_out = a(uint64_t(c.top_k) * c.hidden, "expert outputs");
-  shared_h = a(c.shared_width, "shared activations");
-  shared_out = a(c.hidden, "shared output");
+  expert_h = a(uint64_t(c.top_k) * c.expert_width + c.shared_width, "expert activations");
+  expert_out = a(uint64_t(c.top_k + 1) * c.hidden, "expert outputs");
 }
 
 Model::Model(DeviceRef device_, Config config_, Weights weights)
@@ -285,15 +287,23 @@ void Model::moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows,
   }
   r.route_rows({rows, c.experts, c.top_k, c.experts + 1}, {s.router, s.route});
   r.group_rows({rows, c.experts, c.top_k, kExpertTile}, {s.route, s.order, s.offsets, s.tiles});
-  r.expert_matmul(
-      {w.expert_up.w, rows, c.experts, c.top_k, kExpertTile, 1},
-      {w.expert_up.codes, w.expert_up.pairs, s.h, s.order, s.offsets, s.tiles, s.expert_h});
-  r.expert_matmul({w.expert_down.w, rows, c.experts, c.top_k, kExpertTile, 0},
-                  {w.expert_down.codes, w.expert_down.pairs, s.expert_h, s.order, s.offsets,
-                   s.tiles, s.expert_out});
-  matmul(r, w.shared_up, rows, s.h, s.shared_h, c.shared_width, 0, kMatmulSwiglu);
-  matmul(r, w.shared_down, rows, s.shared_h, s.shared_out, c.hidden, 0, kMatmulAct);
-  r.moe_combine({rows, c.hidden, c.top_k, 1}, {s.expert_out, s.shared_out, s.route, s.x});
+  // y of the shared expert lies behind that of the routed ones.
+  const auto half = [&](const Matrix& e, const Matrix& own, bool swiglu, const Tensor& h,
+                        const Tensor& own_h, const Tensor& y, const Tensor& own_y) {
+    const bool together = same_form(e.w, own.w);
+    r.expert_matmul({e.w, rows, c.experts, c.top_k, kExpertTile, swiglu, together},
+                    {e.codes, e.pairs, together ? own.codes : Tensor{},
+                     together ? own.pairs : Tensor{}, h, s.order, s.offsets, s.tiles, y});
+    if (together) return;
+    matmul(r, own, rows, own_h, own_y, swiglu ? own.w.n / 2 : own.w.n, 0,
+           swiglu ? kMatmulSwiglu : kMatmulAct);
+  };
+  const uint64_t pairs = uint64_t(rows) * c.top_k;
+  const Tensor own_h = s.expert_h.slice(pairs * c.expert_width, uint64_t(rows) * c.shared_width);
+  const Tensor own_out = s.expert_out.slice(pairs * c.hidden, uint64_t(rows) * c.hidden);
+  half(w.expert_up, w.shared_up, true, s.h, s.h, s.expert_h, own_h);
+  half(w.expert_down, w.shared_down, false, s.expert_h, own_h, s.expert_out, own_out);
+  r.moe_combine({rows, c.hidden, c.top_k}, {s.expert_out, s.route, s.x});
 }
 
 }  // namespace lily

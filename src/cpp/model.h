@@ -84,7 +84,7 @@ struct PrefillScratch {
   static uint64_t bytes_per_row(const Config& c, DType act);
   uint32_t rows;
   Tensor x, ssq, h, projected, q, k, v, g, beta, w, u, scores, o, y, router, route, order, offsets,
-      tiles, expert_h, expert_out, shared_h, shared_out, attn_q;
+      tiles, expert_h, expert_out, attn_q;
 };
 
 class Model {

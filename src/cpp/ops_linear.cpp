@@ -1,4 +1,4 @@
-// ops_linear.cpp: plans of the dense projections, the grouped expert projection and the row norm.
+// ops_linear.cpp: plans of the dense projections and the row norm.
 #include "ops.h"
 
 namespace lily {
@@ -78,33 +78,6 @@ Plan plan(const Matmul& p, const Target& t) {
       {"y", p.mode == kMatmulF32 ? DType::f32 : t.act,
        strided(p.rows, p.y_stride, p.y_offset, columns),
        p.mode == kMatmulAdd ? Access::read_write : Access::write},
-  };
-  return plan;
-}
-
-Plan plan(const ExpertMatmul& p, const Target& t) {
-  check_linear(p.w, "expert_matmul");
-  check(p.experts >= 1, "expert_matmul: ", p.experts, " experts, needs 1 or more");
-  check(p.top_k >= 1 && p.top_k <= LILY_MAX_TOP_K && p.top_k <= p.experts, "expert_matmul: top-k ",
-        p.top_k, ", supported 1 to ", LILY_MAX_TOP_K, " of ", p.experts, " experts");
-  check(p.tile >= 1 && p.tile <= kTileRows, "expert_matmul: tiles of ", p.tile,
-        " pairs, supported 1 to ", kTileRows);
-  check(!p.swiglu || p.w.n % 2 == 0, "expert_matmul: swiglu pairs rows, but n is ", p.w.n);
-  check_rows("expert_matmul", p.rows, UINT32_MAX / LILY_MAX_TOP_K);
-  const uint64_t pairs = uint64_t(p.rows) * p.top_k, max_tiles = pairs / p.tile + p.experts;
-  check(max_tiles <= kMaxGroups, "expert_matmul: up to ", max_tiles, " tiles, supported ",
-        kMaxGroups);
-  Plan plan;
-  plan.variant = find_variant(Op::expert_matmul, p.w.bits);
-  plan.grid = {ceil_div(p.w.n, kTileOutputs), uint32_t(max_tiles), 1, 256};
-  plan.needs = {
-      {"codes", DType::u32, p.experts * code_elements(p.w), Access::read},
-      {"pairs", DType::u32, p.experts * pair_elements(p.w), Access::read},
-      {"h", t.act, (p.swiglu ? uint64_t(p.rows) : pairs) * p.w.k, Access::read},
-      {"order", DType::u32, pairs, Access::read},
-      {"offsets", DType::u32, uint64_t(p.experts) + 1, Access::read},
-      {"tiles", DType::u32, 1 + 2 * max_tiles, Access::read},
-      {"y", t.act, pairs * (p.swiglu ? p.w.n / 2 : p.w.n), Access::write},
   };
   return plan;
 }

@@ -6,8 +6,10 @@
 namespace lily {
 namespace {
 
-constexpr uint32_t kUpUnits = 12;   // units of an expert_up threadgroup, see moe.metal
-constexpr uint32_t kRouteRows = 4;  // rows of a route_rows threadgroup
+constexpr uint32_t kUpUnits = 12;        // units of an expert_up threadgroup, see moe.metal
+constexpr uint32_t kRouteRows = 4;       // rows of a route_rows threadgroup
+constexpr uint32_t kGroupExperts = 128;  // of a group_rows threadgroup
+constexpr uint32_t kTileRows = 64, kTileOutputs = 128;  // of a matrix tile, see linear.metal
 constexpr uint32_t kCombineColumns = 1024;
 constexpr uint64_t kMaxGroups = 65535;  // of a grid's second dimension
 
@@ -44,6 +46,11 @@ Slots check_slots(const P& p, const char* what) {
 }
 void check_width(const char* what, bool used, uint32_t width, uint32_t h_stride) {
   check(!used || width <= h_stride, what, ": width ", width, " in h rows of ", h_stride);
+}
+// Tiles of all experts' pairs, at most.
+template <typename P>
+uint64_t max_tiles(const P& p) {
+  return uint64_t(p.rows) * (p.top_k + 1) / p.tile + p.experts + 1;
 }
 uint64_t codes_of(bool used, const Linear& w, uint64_t experts) {
   return used ? experts * code_elements(w) : 0;
@@ -135,15 +142,42 @@ Plan plan(const GroupRows& p, const Target&) {
   check_experts("group_rows", p.experts, p.top_k);
   check(p.tile >= 1 && p.tile <= 1024, "group_rows: tiles of ", p.tile,
         " pairs, supported 1 to 1024");
-  const uint64_t pairs = uint64_t(p.rows) * p.top_k;
+  const uint64_t pairs = uint64_t(p.rows) * (p.top_k + 1);
   Plan plan;
   plan.variant = find_variant(Op::group_rows);
-  plan.grid = {p.experts, 1, 1, 1024};
+  plan.grid = {ceil_div(p.experts, kGroupExperts), 1, 1, 1024};
   plan.needs = {
-      {"route", DType::u32, 2 * (uint64_t(p.rows) * (p.top_k + 1) - 1), Access::read},
+      {"route", DType::u32, 2 * (pairs - 1), Access::read},
       {"order", DType::u32, pairs, Access::write},
-      {"offsets", DType::u32, uint64_t(p.experts) + 1, Access::write},
-      {"tiles", DType::u32, 1 + 2 * (pairs / p.tile + p.experts), Access::write},
+      {"offsets", DType::u32, uint64_t(p.experts) + 2, Access::write},
+      {"tiles", DType::u32, 1 + 2 * max_tiles(p), Access::write},
+  };
+  return plan;
+}
+
+Plan plan(const ExpertMatmul& p, const Target& t) {
+  check_rows("expert_matmul", p.rows, UINT32_MAX / (LILY_MAX_TOP_K + 1));
+  check_experts("expert_matmul", p.experts, p.top_k);
+  check_linear(p.w, "expert_matmul");
+  check(p.tile >= 1 && p.tile <= kTileRows, "expert_matmul: tiles of ", p.tile,
+        " pairs, supported 1 to ", kTileRows);
+  check(!p.swiglu || p.w.n % 2 == 0, "expert_matmul: swiglu pairs rows, but n is ", p.w.n);
+  const uint64_t tiles = max_tiles(p);
+  check(tiles <= kMaxGroups, "expert_matmul: up to ", tiles, " tiles, supported ", kMaxGroups);
+  const uint64_t rows = p.rows, pairs = rows * (p.top_k + (p.shared ? 1 : 0));
+  Plan plan;
+  plan.variant = find_variant(Op::expert_matmul, p.w.bits);
+  plan.grid = {ceil_div(p.w.n, kTileOutputs), uint32_t(tiles), 1, 256};
+  plan.needs = {
+      {"codes", DType::u32, codes_of(true, p.w, p.experts), Access::read},
+      {"pairs", DType::u32, pairs_of(true, p.w, p.experts), Access::read},
+      {"shared codes", DType::u32, codes_of(p.shared, p.w, 1), Access::read},
+      {"shared pairs", DType::u32, pairs_of(p.shared, p.w, 1), Access::read},
+      {"h", t.act, (p.swiglu ? rows : pairs) * p.w.k, Access::read},
+      {"order", DType::u32, rows * (p.top_k + 1), Access::read},
+      {"offsets", DType::u32, uint64_t(p.experts) + 2, Access::read},
+      {"tiles", DType::u32, 1 + 2 * tiles, Access::read},
+      {"y", t.act, pairs * (p.swiglu ? p.w.n / 2 : p.w.n), Access::write},
   };
   return plan;
 }
@@ -159,10 +193,8 @@ Plan plan(const MoeCombine& p, const Target& t) {
   plan.variant = find_variant(Op::moe_combine);
   plan.grid = {ceil_div(p.hidden, kCombineColumns), p.rows, 1, 256};
   plan.needs = {
-      {"down", t.act, values * p.top_k, Access::read},
-      {"shared_out", t.act, p.shared ? values : 0, Access::read},
-      {"route", DType::u32, 2 * (uint64_t(p.rows) * (p.top_k + 1) - (p.shared ? 0 : 1)),
-       Access::read},
+      {"down", t.act, values * (p.top_k + 1), Access::read},
+      {"route", DType::u32, 2 * uint64_t(p.rows) * (p.top_k + 1), Access::read},
       {"x", t.act, values, Access::read_write},
   };
   return plan;

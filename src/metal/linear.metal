@@ -384,9 +384,10 @@ LILY_VARIANTS_matmul(MATMUL)
 
 // ---- expert_matmul ------------------------------------------------------------------------------
 // One tile of the list a threadgroup: up to p.tile neighbours in `order` that chose one expert; of few of
-// them simdgroups take 16 rows each instead of 32.
+// them simdgroups take 16 rows each instead of 32. The shared expert's tiles are the last ones.
 struct ExpertTile {
-  uint expert, first, count;
+  uint first, count;  // in order
+  uint minus, share;  // pair i has row (i - minus) / share of h
 };
 template <uint BITS, uint M>
 static inline void expert_tile(device const uint* codes, device const uint* pairs,
@@ -396,14 +397,11 @@ static inline void expert_tile(device const uint* codes, device const uint* pair
                                threadgroup float2* scales, uint tid, uint lane, uint simd) {
   uint rows[MATMUL_ROWS];
   UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
-    const uint pair = order[t.first + min(tid / 8 + 32 * i, t.count - 1)];
-    rows[i] = p.swiglu ? pair / p.top_k : pair;
+    rows[i] = (order[t.first + min(tid / 8 + 32 * i, t.count - 1)] - t.minus) / t.share;
   }
   Tile<M, 32> acc;
-  const ulong before = (ulong)t.expert * p.w.n;  // rows of the experts before
-  matrix_tile<BITS>(codes + before * row_bytes(p.w.k, BITS) / 4,
-                    pairs + (BITS == 16 ? (ulong)0 : before * (p.w.k >> p.w.group_shift)), p.w, h,
-                    rows, t.count, n0, pool, sums, scales, acc, tid, lane, simd);
+  matrix_tile<BITS>(codes, pairs, p.w, h, rows, t.count, n0, pool, sums, scales, acc, tid, lane,
+                    simd);
   const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
   const ulong columns = p.swiglu ? p.w.n / 2 : p.w.n;
   for (uint c = 0; c < MATMUL_N && n0 + c < p.w.n; c += MATMUL_STAGED) {
@@ -416,18 +414,26 @@ static inline void expert_tile(device const uint* codes, device const uint* pair
 }
 template <uint BITS>
 static inline void expert_matmul_body(device const uint* codes, device const uint* pairs,
-                                      device const act_t* h, device const uint* order,
-                                      device const uint* offsets, device const uint* tiles,
-                                      device uchar* y, PARAM_REF(ExpertMatmul) p,
-                                      threadgroup uint4* pool, threadgroup float* sums,
-                                      threadgroup float2* scales, uint3 group, uint tid, uint lane,
-                                      uint simd) {
+                                      device const uint* shared_codes,
+                                      device const uint* shared_pairs, device const act_t* h,
+                                      device const uint* order, device const uint* offsets,
+                                      device const uint* tiles, device uchar* y,
+                                      PARAM_REF(ExpertMatmul) p, threadgroup uint4* pool,
+                                      threadgroup float* sums, threadgroup float2* scales,
+                                      uint3 group, uint tid, uint lane, uint simd) {
   if (group.y >= tiles[0]) return;  // the grid covers the longest list; the whole group leaves
+  const uint expert = tiles[1 + 2 * group.y], n0 = group.x * MATMUL_N;
+  const bool shared = expert == p.experts;
+  if (shared && !p.shared) return;
   ExpertTile t;
-  t.expert = tiles[1 + 2 * group.y];
   t.first = tiles[2 + 2 * group.y];
-  t.count = min(offsets[t.expert + 1] - t.first, p.tile);
-  const uint n0 = group.x * MATMUL_N;
+  t.count = min(offsets[expert + 1] - t.first, p.tile);
+  t.minus = p.swiglu && shared ? p.rows * p.top_k : 0;
+  t.share = p.swiglu && !shared ? p.top_k : 1;
+  const ulong before = shared ? (ulong)0 : (ulong)expert * p.w.n;  // rows of the experts before
+  codes = (shared ? shared_codes : codes) + before * row_bytes(p.w.k, BITS) / 4;
+  pairs = shared ? shared_pairs : pairs;
+  if (BITS != 16) pairs += before * (p.w.k >> p.w.group_shift);
   if (t.count <= 32) {
     expert_tile<BITS, 16>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane, simd);
   } else {
@@ -435,14 +441,15 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
   }
 }
 #define EXPERT_MATMUL(op, name, BITS, c1, c2)                                                     \
-  KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, h, 2), IN(uint, order, 3),       \
-               IN(uint, offsets, 4), IN(uint, tiles, 5), OUT(uchar, y, 6),                        \
-               PARAMS(ExpertMatmul, 7) IDS) {                                                     \
+  KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(uint, shared_codes, 2),                 \
+               IN(uint, shared_pairs, 3), IN(act_t, h, 4), IN(uint, order, 5),                    \
+               IN(uint, offsets, 6), IN(uint, tiles, 7), OUT(uchar, y, 8),                        \
+               PARAMS(ExpertMatmul, 9) IDS) {                                                     \
     READ_IDS                                                                                      \
     SHARED(uint4, pool, MATMUL_POOL);                                                             \
-    SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                                \
-    SHARED(float2, scales, MATMUL_QUAD * MATMUL_QUAD_LD);                                                             \
-    expert_matmul_body<BITS>(codes, pairs, h, order, offsets, tiles, y, p, pool, sums, scales,    \
-                             group, tid, lane, simd);                                             \
+    SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                 \
+    SHARED(float2, scales, MATMUL_QUAD * MATMUL_QUAD_LD);                                         \
+    expert_matmul_body<BITS>(codes, pairs, shared_codes, shared_pairs, h, order, offsets, tiles,  \
+                             y, p, pool, sums, scales, group, tid, lane, simd);                   \
   }
 LILY_VARIANTS_expert_matmul(EXPERT_MATMUL)

@@ -247,10 +247,15 @@ LILY_VARIANTS_expert_down(EXPERT_DOWN)
 LILY_VARIANTS_route_rows(ROUTE_ROWS)
 
 // ---- group_rows ---------------------------------------------------------------------------------
-// A group of 1024 threads per expert, all alike up to the counts of every expert; then each finds
-// where its expert begins and lists its pairs in their order. Nothing depends on who comes first:
-// atomics only count.
+// A group of 1024 threads for 128 experts. It counts the pairs of every expert, from which follows
+// where its own begin; then, 1024 rows at a time, each of its experts gets a bit for each row that
+// chose it, and the bits before a row's are its rank. Nothing depends on who comes first: atomics add
+// up counts, and bits of which each is added once.
 #define GROUP_THREADS 1024
+#define GROUP_EXPERTS 128
+#define GROUP_ROWS_AT_ONCE 1024
+#define GROUP_WORDS (GROUP_ROWS_AT_ONCE / 32)
+#define GROUP_LD (GROUP_WORDS + 1)  // experts on different banks
 // Sum over the lanes up to this one.
 static inline uint simd_prefix(uint v, uint lane) {
   UNROLL for (ushort o = 1; o < 32; o <<= 1) {
@@ -272,67 +277,111 @@ static inline uint group_prefix(uint v, thread uint& total, threadgroup uint* sc
   total = simd_shuffle(sums, 31);
   return sum - v + (simd > 0 ? before : 0);
 }
-// Expert of a pair; slots of a row follow each other in the route, the shared entry between rows.
+static inline uint add_relaxed(threadgroup atomic_uint* to, uint v) {
+  return atomic_fetch_add_explicit(to, v, memory_order_relaxed);
+}
+static inline uint load_relaxed(threadgroup atomic_uint* from) {
+  return atomic_load_explicit(from, memory_order_relaxed);
+}
+// Expert of a pair of a row and one of its top_k slots.
 static inline uint pair_expert(device const Route* route, PARAM_REF(GroupRows) p, uint pair) {
   return min(route[pair + pair / p.top_k].expert, p.experts - 1);
+}
+static inline void group_rows_body(device const Route* route, device uint* order,
+                                   device uint* offsets, device uint* tiles, PARAM_REF(GroupRows) p,
+                                   threadgroup atomic_uint* counts, threadgroup atomic_uint* bits,
+                                   threadgroup uint* next, threadgroup uint* scratch, uint3 group,
+                                   uint tid, uint lane, uint simd) {
+  const uint e0 = group.x * GROUP_EXPERTS, pairs = p.rows * p.top_k;
+  atomic_store_explicit(&counts[tid], 0u, memory_order_relaxed);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = tid; i < pairs; i += GROUP_THREADS)
+    add_relaxed(&counts[pair_expert(route, p, i)], 1);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // A thread an expert.
+  const uint count = load_relaxed(&counts[tid]), count_tiles = (count + p.tile - 1) / p.tile;
+  uint routed, routed_tiles;
+  const uint begin = group_prefix(count, routed, scratch, lane, simd);
+  const uint first_tile = group_prefix(count_tiles, routed_tiles, scratch, lane, simd);
+  if (tid - e0 < GROUP_EXPERTS) next[tid - e0] = begin;
+  if (tid - e0 < GROUP_EXPERTS && tid < p.experts) {
+    offsets[tid] = begin;
+    for (uint i = 0; i < count_tiles; ++i) {
+      tiles[1 + 2 * (first_tile + i)] = tid;
+      tiles[2 + 2 * (first_tile + i)] = begin + i * p.tile;
+    }
+  }
+  if (group.x == 0) {  // the shared expert has all rows in their order
+    const uint shared_tiles = (p.rows + p.tile - 1) / p.tile;
+    for (uint r = tid; r < p.rows; r += GROUP_THREADS) {
+      order[routed + r] = routed + r;
+    }
+    for (uint i = tid; i < shared_tiles; i += GROUP_THREADS) {
+      tiles[1 + 2 * (routed_tiles + i)] = p.experts;
+      tiles[2 + 2 * (routed_tiles + i)] = routed + i * p.tile;
+    }
+    if (tid == 0) {
+      offsets[p.experts] = routed;
+      offsets[p.experts + 1] = routed + p.rows;
+      tiles[0] = routed_tiles + shared_tiles;
+    }
+  }
+  for (uint r0 = 0; r0 < p.rows; r0 += GROUP_ROWS_AT_ONCE) {
+    for (uint i = tid; i < GROUP_EXPERTS * GROUP_LD; i += GROUP_THREADS) {
+      atomic_store_explicit(&bits[i], 0u, memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint end = min(p.rows - r0, (uint)GROUP_ROWS_AT_ONCE) * p.top_k;
+    for (uint i = tid; i < end; i += GROUP_THREADS) {
+      const uint row = i / p.top_k, e = pair_expert(route, p, r0 * p.top_k + i) - e0;
+      if (e < GROUP_EXPERTS) add_relaxed(&bits[e * GROUP_LD + row / 32], 1u << (row & 31));
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = tid; i < end; i += GROUP_THREADS) {
+      const uint row = i / p.top_k, e = pair_expert(route, p, r0 * p.top_k + i) - e0;
+      if (e >= GROUP_EXPERTS) continue;
+      threadgroup atomic_uint* own = bits + e * GROUP_LD;
+      uint at = next[e] + popcount(load_relaxed(own + row / 32) & ((1u << (row & 31)) - 1u));
+      for (uint w = 0; w < row / 32; ++w) at += popcount(load_relaxed(own + w));
+      order[at] = r0 * p.top_k + i;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (tid < GROUP_EXPERTS) {
+      for (uint w = 0; w < GROUP_WORDS; ++w) {
+        next[tid] += popcount(load_relaxed(bits + tid * GROUP_LD + w));
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
 }
 #define GROUP_ROWS(op, name, c0, c1, c2)                                                          \
   KERNEL(name)(IN(Route, route, 0), OUT(uint, order, 1), OUT(uint, offsets, 2),                   \
                OUT(uint, tiles, 3), PARAMS(GroupRows, 4) IDS) {                                   \
     READ_IDS                                                                                      \
     SHARED(atomic_uint, counts, 1024);                                                            \
+    SHARED(atomic_uint, bits, GROUP_EXPERTS * GROUP_LD);                                          \
+    SHARED(uint, next, GROUP_EXPERTS);                                                            \
     SHARED(uint, scratch, GROUP_THREADS / 32);                                                    \
-    const uint expert = group.x, pairs = p.rows * p.top_k;                                        \
-    atomic_store_explicit(&counts[tid], 0u, memory_order_relaxed);                                \
-    threadgroup_barrier(mem_flags::mem_threadgroup);                                              \
-    for (uint i = tid; i < pairs; i += GROUP_THREADS) {                                           \
-      atomic_fetch_add_explicit(&counts[pair_expert(route, p, i)], 1u, memory_order_relaxed);     \
-    }                                                                                             \
-    threadgroup_barrier(mem_flags::mem_threadgroup);                                              \
-    const uint count = atomic_load_explicit(&counts[tid], memory_order_relaxed);                  \
-    const uint mine = atomic_load_explicit(&counts[expert], memory_order_relaxed);                \
-    const uint my_tiles = (mine + p.tile - 1) / p.tile;                                           \
-    const bool before = tid < expert;                                                             \
-    uint begin, first_tile;                                                                       \
-    group_prefix(before ? count : 0, begin, scratch, lane, simd);                                 \
-    group_prefix(before ? (count + p.tile - 1) / p.tile : 0, first_tile, scratch, lane, simd);    \
-    if (tid == 0) {                                                                               \
-      offsets[expert] = begin;                                                                    \
-      if (expert == p.experts - 1) {                                                              \
-        offsets[p.experts] = pairs;                                                               \
-        tiles[0] = first_tile + my_tiles;                                                         \
-      }                                                                                           \
-    }                                                                                             \
-    for (uint i = tid; i < my_tiles; i += GROUP_THREADS) {                                        \
-      tiles[1 + 2 * (first_tile + i)] = expert;                                                   \
-      tiles[2 + 2 * (first_tile + i)] = begin + i * p.tile;                                       \
-    }                                                                                             \
-    if (mine == 0) return;                                                                        \
-    for (uint i0 = 0; i0 < pairs; i0 += GROUP_THREADS) {                                          \
-      const bool chosen = i0 + tid < pairs && pair_expert(route, p, i0 + tid) == expert;          \
-      uint found;                                                                                 \
-      const uint at = begin + group_prefix(chosen, found, scratch, lane, simd);                   \
-      if (chosen) order[at] = i0 + tid;                                                           \
-      begin += found;                                                                             \
-    }                                                                                             \
+    group_rows_body(route, order, offsets, tiles, p, counts, bits, next, scratch, group, tid,     \
+                    lane, simd);                                                                  \
   }
 LILY_VARIANTS_group_rows(GROUP_ROWS)
 
 // ---- moe_combine --------------------------------------------------------------------------------
 // 256 threads a group, four values a thread: x is rounded once.
 #define MOE_COMBINE(op, name, c0, c1, c2)                                                         \
-  KERNEL(name)(IN(act_t, down, 0), IN(act_t, shared_out, 1), IN(Route, route, 2),                 \
-               OUT(act_t, x, 3), PARAMS(MoeCombine, 4) IDS) {                                     \
+  KERNEL(name)(IN(act_t, down, 0), IN(Route, route, 1), OUT(act_t, x, 2),                         \
+               PARAMS(MoeCombine, 3) IDS) {                                                       \
     READ_IDS                                                                                      \
     const uint col = (group.x * 256 + tid) * 4, row = group.y;                                    \
     if (col >= p.hidden) return;                                                                  \
-    device const Route* row_route = route + (ulong)row * (p.top_k + 1);                           \
-    const ulong at = (ulong)row * p.hidden + col;                                                 \
+    device const Route* own = route + (ulong)row * (p.top_k + 1);                                 \
     float4 sum = float4(0.0f);                                                                    \
-    for (uint j = 0; j < p.top_k; ++j) {                                                          \
-      sum += row_route[j].weight * load4(down + ((ulong)row * p.top_k + j) * p.hidden + col);     \
+    for (uint j = 0; j <= p.top_k; ++j) {                                                         \
+      const ulong pair = j < p.top_k ? (ulong)row * p.top_k + j : (ulong)p.rows * p.top_k + row;  \
+      sum += own[j].weight * load4(down + pair * p.hidden + col);                                 \
     }                                                                                             \
-    if (p.shared) sum += row_route[p.top_k].weight * load4(shared_out + at);                      \
-    store4(x + at, load4(x + at) + sum);                                                          \
+    device act_t* at = x + (ulong)row * p.hidden + col;                                           \
+    store4(at, load4(at) + sum);                                                                  \
   }
 LILY_VARIANTS_moe_combine(MOE_COMBINE)

@@ -82,6 +82,7 @@ ROWS = [
     Row("function", "max", 100, "llama.cpp argsort.metal"),
     Row("function", "min", 100, "MLX binary_ops.h"),
     Row("function", "clamp", 100, "MLX fp_quantized.h"),
+    Row("function", "popcount", 100, "SPIRV-Cross shaders-msl-no-opt/asm/comp/bitfield-signed-operations.asm.comp"),
     Row("function", "mulhi", 100, "SPIRV-Cross opt/shaders-msl/asm/comp/uint_smulextended.asm.comp"),
     Row("function", "threadgroup_barrier", 100, "llama.cpp argsort.metal"),
     Row("function", "simd_sum", 210, "llama.cpp argsort.metal"),

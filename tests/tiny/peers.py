@@ -239,7 +239,10 @@ def each(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("mlx", "greedy", "transformers", "routes", "sim", "ahead"))
+    parser.add_argument(
+        "what",
+        choices=("mlx", "greedy", "transformers", "routes", "sim", "cuda", "ahead"),
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--share", type=float, default=0.03)
     a = parser.parse_args()
@@ -267,9 +270,10 @@ def main() -> None:
         for mode in ("bfloat16", "float32"):
             report(f"tiles, rows, {mode}", tiles(load(mode)), rows(load(mode)))
     else:
-        chosen = sorted(documents(0.1), key=lambda d: len(d.ids))[:240:20]
+        if a.what == "sim":
+            chosen = sorted(documents(0.1), key=lambda d: len(d.ids))[:240:20]
         for mode in ("bfloat16", "float32"):
-            report(f"cpu, sim, {mode}", tiles(load(mode)), tiles(load(mode, "sim")))
+            report(f"cpu, {a.what}, {mode}", tiles(load(mode)), tiles(load(mode, a.what)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import layout as lay
 import model
 import torch
 import train
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 GATES = ("mlp.gate", "mlp.shared_expert_gate")
@@ -92,25 +92,6 @@ def config(bits: int | None) -> dict[str, Any]:
                 rules[f"{layer}.{gate}"] = {"group_size": lay.GROUP, "bits": 8}
         whole |= {"quantization": rules, "quantization_config": rules}
     return whole
-
-
-@torch.no_grad()
-def read_mlx(parameters: model.Parameters, folder: Path) -> None:
-    """The values that the codes of a folder of the MLX form stand for."""
-    stored: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        stored |= load_file(file)
-    for spec in parameters.specs:
-        name = spec.name if spec.name.startswith("mtp.") else "language_model." + spec.name
-        value = stored[name]
-        if spec.bits != 16:
-            words, module = value.to(torch.int64), name.removesuffix(".weight")
-            width = 32 * words.shape[-1] // spec.shape[-1]
-            codes = words[..., None] >> torch.arange(0, 32, width) & ((1 << width) - 1)
-            scale, bias = (stored[f"{module}.{part}"].float() for part in ("scales", "biases"))
-            groups = codes.reshape(*scale.shape, lay.GROUP)
-            value = scale[..., None] * groups + bias[..., None]
-        parameters.view(spec.name).copy_(value.reshape(spec.shape))
 
 
 def mlx_tensors(parameters: model.Parameters, bits: int) -> dict[str, Tensor]:
@@ -214,8 +195,7 @@ def main() -> None:
     parser.add_argument("--original", action="store_true")
     a = parser.parse_args()
     parameters = model.Parameters("cpu")
-    read = read_mlx if (a.weights / "config.json").exists() else train.read_weights
-    read(parameters, a.weights)
+    train.read_weights(parameters, a.weights)
     write(parameters, a.folder, None if a.original else a.bits)
     for file in sorted(a.folder.iterdir()):
         print(f"{file.stat().st_size:>12,}  {file.name}")

@@ -5,6 +5,7 @@
     python peers.py transformers FOLDER [--share 0.03]  against transformers (original form)
     python peers.py routes FOLDER [--share 0.03]        tiles against rows
     python peers.py sim FOLDER                          cpu against sim, a few short samples
+    python peers.py cuda FOLDER [--share 0.03]          cpu against cuda; sim against cuda, as few
     python peers.py ahead FOLDER [--share 0.03]         the layer that looks one token further, in
                                                         PyTorch: lily does not use it
 
@@ -172,13 +173,12 @@ def transformers(folder: Path) -> Model:
 
 def ahead(folder: Path, share: float) -> dict[str, Any]:
     """Held-out checks as training makes them, with the values of a folder of the MLX form."""
-    import export
     import model
     import torch
     import train
 
     parameters = model.Parameters("cpu")
-    export.read_mlx(parameters, folder)
+    train.read_weights(parameters, folder)
     check = train.Check(held_out.rows(share), 1, "cpu")
     with torch.no_grad():
         return check.run(model.Model(), parameters.weights(torch.float32, False))
@@ -270,10 +270,15 @@ def main() -> None:
         for mode in ("bfloat16", "float32"):
             report(f"tiles, rows, {mode}", tiles(load(mode)), rows(load(mode)))
     else:
+        short = sorted(documents(0.1), key=lambda d: len(d.ids))[:240:20]
         if a.what == "sim":
-            chosen = sorted(documents(0.1), key=lambda d: len(d.ids))[:240:20]
+            chosen = short
         for mode in ("bfloat16", "float32"):
             report(f"cpu, {a.what}, {mode}", tiles(load(mode)), tiles(load(mode, a.what)))
+        if a.what == "cuda":
+            chosen = short
+            for mode in ("bfloat16", "float32"):
+                report(f"sim, cuda, {mode}", tiles(load(mode, "sim")), tiles(load(mode, "cuda")))
 
 
 if __name__ == "__main__":

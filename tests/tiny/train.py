@@ -293,6 +293,10 @@ def write_weights(parameters: model.Parameters, folder: Path) -> None:
 
 @torch.no_grad()
 def read_weights(parameters: model.Parameters, folder: Path) -> None:
+    """What write_weights wrote, or the values of a folder of the MLX form."""
+    if (folder / "config.json").exists():
+        read_mlx(parameters, folder)
+        return
     found: set[str] = set()
     for file in sorted(folder.glob("weights-*.safetensors")):
         for name, value in load_file(file).items():
@@ -301,6 +305,25 @@ def read_weights(parameters: model.Parameters, folder: Path) -> None:
     missing = {spec.name for spec in parameters.specs} - found
     if missing:
         raise RuntimeError(f"{folder} lacks {len(missing)} tensors, {sorted(missing)[0]} first")
+
+
+@torch.no_grad()
+def read_mlx(parameters: model.Parameters, folder: Path) -> None:
+    """The values that the codes of a folder of the MLX form stand for."""
+    stored: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(file)
+    for spec in parameters.specs:
+        name = spec.name if spec.name.startswith("mtp.") else "language_model." + spec.name
+        value = stored[name]
+        if spec.bits != 16:
+            words, module = value.to(torch.int64), name.removesuffix(".weight")
+            width = 32 * words.shape[-1] // spec.shape[-1]
+            codes = words[..., None] >> torch.arange(0, 32, width) & ((1 << width) - 1)
+            scale, bias = (stored[f"{module}.{part}"].float() for part in ("scales", "biases"))
+            groups = codes.reshape(*scale.shape, lay.GROUP)
+            value = scale[..., None] * groups + bias[..., None]
+        parameters.view(spec.name).copy_(value.reshape(spec.shape))
 
 
 def flash_works() -> bool:
@@ -340,7 +363,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--span", type=float, nargs=2, default=(0.0, 1.0))
     parser.add_argument("--state", type=Path)
-    parser.add_argument("--weights", type=Path, help="weights of an earlier run, without its state")
+    parser.add_argument("--weights", type=Path, help="an earlier run, or a folder in MLX form")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=24, help="rows of 2,048 tokens in a step")
     parser.add_argument("--shards", type=int, default=640, help="of 256 rows, made meanwhile")

@@ -528,10 +528,12 @@ def prefill_cases(rows: int) -> Iterator[Case]:
     )
     yield plain(
         "moe_combine",
-        params("moe_combine", rows=rows, hidden=HIDDEN, top_k=TOP_K),
+        params("moe_combine", rows=rows, hidden=HIDDEN, top_k=TOP_K, eps=EPS),
         [
             Arg("act", pairs * HIDDEN),
             Arg("route", route.size, values=route.reshape(-1)),
+            Arg("f32", HIDDEN),
+            Arg("act", rows * HIDDEN),
             Arg("act", rows * HIDDEN),
         ],
         2 * pairs * HIDDEN,

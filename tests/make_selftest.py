@@ -450,11 +450,18 @@ def routing(f: File, k: Recorder, act: str) -> None:
     route = np.full((3, 3, 2), 5, np.uint32)
     weights = coarse(rng.uniform(0.1, 1, (3, 3))).astype(np.float32)
     route[..., 1] = weights.view(np.uint32)
-    p = h.params("moe_combine", rows=3, hidden=64, top_k=2)
-    k.run("moe_combine", p, [In(k.act(np.concatenate([down, own]))), In(route), InOut(k.act(x))])
+    p = h.params("moe_combine", rows=3, hidden=64, top_k=2, eps=EPS)
+    gain = coarse(rng.uniform(0.5, 1.5, 64)).astype(np.float32)
+    outs = k.act(np.concatenate([down, own]))
+    k.run(
+        "moe_combine",
+        p,
+        [In(outs), In(route), In(gain), InOut(k.act(x)), k.out_act(3, 64)],
+    )
     w = weights.astype(np.float64)
     want = x + (w[:, :2, None] * down.reshape(3, 2, 64)).sum(1) + w[:, 2:] * own
-    f.add("moe_combine", k, expect(2, want, act))
+    normed = ref.rms_norm(k.rounded(want), gain.astype(np.float64), EPS)  # of x as stored
+    f.add("moe_combine", k, expect(3, want, act), expect(4, normed, act))
     if not k.exact:
         return  # the rest knows no activations
     logits = np.round(rng.standard_normal((5, 33 + 1)) * 3, 1).astype(np.float32)

@@ -35,7 +35,7 @@ def test_a_chunk_has_at_most_700_dispatches() -> None:
     assert [chunk[0].grid[0] for chunk in chunks] == [2048, 2048]  # embed: a group a row
 
 
-@pytest.mark.xfail(reason="543: fourteen a DeltaNet layer, see benchmarks/NOTES.md", strict=True)
+@pytest.mark.xfail(reason="503: thirteen a DeltaNet layer, see benchmarks/NOTES.md", strict=True)
 def test_a_short_prompt_has_at_most_320_dispatches() -> None:
     (chunk,) = recorded.record(256).chunks
     assert len(chunk) <= 320

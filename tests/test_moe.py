@@ -519,14 +519,23 @@ def test_moe_combine(kernels: Kernels, rows: int, hidden: int, top_k: int) -> No
     route = np.full((rows, top_k + 1, 2), 0xFFFFFFFF, np.uint32)
     weights = rng.uniform(0.05, 1, (rows, top_k + 1)).astype(np.float32)
     route[..., 1] = weights.view(np.uint32)
-    p = params("moe_combine", rows=rows, hidden=hidden, top_k=top_k)
+    p = params("moe_combine", rows=rows, hidden=hidden, top_k=top_k, eps=EPS)
+    x[-1] *= 5e-4  # where eps counts
+    down[top_k * (rows - 1) :], own[-1] = down[top_k * (rows - 1) :] * 5e-4, own[-1] * 5e-4
+    gain = rng.standard_normal(hidden).astype(np.float32) + 1
     outs = kernels.act(np.concatenate([down, own]))
-    (got,) = kernels.run("moe_combine", p, [In(outs), In(route), InOut(kernels.act(x))])
+    got, h = kernels.run(
+        "moe_combine",
+        p,
+        [In(outs), In(route), In(gain), InOut(kernels.act(x)), kernels.out_act(rows, hidden)],
+    )
     w = weights.astype(np.float64)
     want = kernels.rounded(x)
     want = want + (w[:, :-1, None] * kernels.rounded(down).reshape(rows, top_k, hidden)).sum(1)
     want = want + w[:, -1:] * kernels.rounded(own)
     close(kernels, got, want)
+    stored = kernels.rounded(got) if kernels.exact else reference.from_bf16(got)
+    close(kernels, h, reference.rms_norm(stored, gain.astype(np.float64), EPS))
 
 
 # ---- plans -------------------------------------------------------------------------------------

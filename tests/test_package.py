@@ -253,7 +253,7 @@ REFERENCES: dict[str, tuple[str, ...]] = {
     "route_rows": ("router", "shared_gate"),
     "group_rows": (),  # a stable sort by expert, written out in its test
     "expert_matmul": ("swiglu",),
-    "moe_combine": ("moe",),
+    "moe_combine": ("moe", "rms_norm"),
     "score": ("score",),
     "sample_scan": ("penalties",),
     "sample_draw": ("sample",),

@@ -182,12 +182,15 @@ void group_rows(const TwinCall& call) {
 
 void moe_combine(const TwinCall& call) {
   const auto& p = params<MoeCombine>(call);
+  const float* gain = arg<float>(call, 2);
   with_act(call, [&](auto* tag) {
     using Act = std::remove_pointer_t<decltype(tag)>;
     parallel(call, p.rows, [&](size_t r) {
       constexpr uint32_t kBlock = 64;  // hidden is a multiple of it
       const Route* route = arg<Route>(call, 1) + r * (p.top_k + 1);
-      Act* x = arg<Act>(call, 2) + r * p.hidden;
+      Act* x = arg<Act>(call, 3) + r * p.hidden;
+      Act* h = arg<Act>(call, 4) + r * p.hidden;
+      float squares[kBlock] = {};
       for (uint32_t c = 0; c < p.hidden; c += kBlock) {
         float sum[kBlock] = {};
         for (uint32_t j = 0; j <= p.top_k; ++j) {
@@ -195,8 +198,15 @@ void moe_combine(const TwinCall& call) {
           const Act* down = arg<Act>(call, 0) + pair * p.hidden + c;
           for (uint32_t i = 0; i < kBlock; ++i) sum[i] += route[j].weight * load(down, i);
         }
-        for (uint32_t i = 0; i < kBlock; ++i) store(x, c + i, load(x, c + i) + sum[i]);
+        for (uint32_t i = 0; i < kBlock; ++i) {
+          store(x, c + i, load(x, c + i) + sum[i]);
+          squares[i] += load(x, c + i) * load(x, c + i);
+        }
       }
+      float square = 0.0f;
+      for (float s : squares) square += s;
+      const float inv = 1.0f / std::sqrt(square / float(p.hidden) + p.eps);
+      for (uint32_t i = 0; i < p.hidden; ++i) store(h, i, load(x, i) * inv * gain[i]);
     });
   });
 }

@@ -239,9 +239,10 @@ void Model::prefill(Recorder& r, const PrefillScratch& s, const Prefill& d) cons
   uint32_t delta_layer = 0, attention_layer = 0;
 
   r.embed({w_.embed.w, rows}, {w_.embed.codes, w_.embed.pairs, d.ids, s.x, s.ssq});
+  // h is the normed input of the next projection; from the second layer on the layer before leaves it.
+  r.rms_norm({rows, c.hidden, c.eps}, {s.x, w_.layers[0].input_gain, s.h});
   for (uint32_t i = 0; i < c.layers(); ++i) {
     const LayerWeights& w = w_.layers[i];
-    r.rms_norm({rows, c.hidden, c.eps}, {s.x, w.input_gain, s.h});
     const uint32_t stride = c.attention[i] ? c.attention_stride() : c.delta_stride();
     for (const StackPart& part : w.projections) {
       matmul(r, part.matrix, rows, s.h, s.projected, stride, part.offset, kMatmulAct);
@@ -269,18 +270,17 @@ void Model::prefill(Recorder& r, const PrefillScratch& s, const Prefill& d) cons
     }
     matmul(r, w.out, rows, s.y, s.x, c.hidden, 0, kMatmulAdd);
     r.rms_norm({rows, c.hidden, c.eps}, {s.x, w.post_gain, s.h});
-    moe_prefill(r, s, rows, w);
+    moe_prefill(r, s, rows, w, i + 1 < c.layers() ? w_.layers[i + 1].input_gain : w_.final_gain);
   }
   if (d.logit_rows) {
-    const uint64_t first = uint64_t(rows - d.logit_rows) * c.hidden,
-                   n = uint64_t(d.logit_rows) * c.hidden;
-    r.rms_norm({d.logit_rows, c.hidden, c.eps}, {s.x.slice(first, n), w_.final_gain, s.h});
-    matmul(r, w_.head, d.logit_rows, s.h, d.logits, c.vocab, 0, kMatmulF32);
+    const Tensor last =
+        s.h.slice(uint64_t(rows - d.logit_rows) * c.hidden, uint64_t(d.logit_rows) * c.hidden);
+    matmul(r, w_.head, d.logit_rows, last, d.logits, c.vocab, 0, kMatmulF32);
   }
 }
 
-void Model::moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows,
-                        const LayerWeights& w) const {
+void Model::moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows, const LayerWeights& w,
+                        const Tensor& next_gain) const {
   const Config& c = config;
   for (const StackPart& part : w.router) {
     matmul(r, part.matrix, rows, s.h, s.router, c.experts + 1, part.offset, kMatmulF32);
@@ -303,7 +303,7 @@ void Model::moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows,
   const Tensor own_out = s.expert_out.slice(pairs * c.hidden, uint64_t(rows) * c.hidden);
   half(w.expert_up, w.shared_up, true, s.h, s.h, s.expert_h, own_h);
   half(w.expert_down, w.shared_down, false, s.expert_h, own_h, s.expert_out, own_out);
-  r.moe_combine({rows, c.hidden, c.top_k}, {s.expert_out, s.route, s.x});
+  r.moe_combine({rows, c.hidden, c.top_k, c.eps}, {s.expert_out, s.route, next_gain, s.x, s.h});
 }
 
 }  // namespace lily

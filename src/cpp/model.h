@@ -120,8 +120,8 @@ class Model {
                   const LayerWeights& w, const Tensor& projected) const;
   void moe_decode(Recorder& r, DecodeScratch& s, const Decode& d, const LayerWeights& w,
                   uint32_t parts) const;
-  void moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows,
-                   const LayerWeights& w) const;
+  void moe_prefill(Recorder& r, const PrefillScratch& s, uint32_t rows, const LayerWeights& w,
+                   const Tensor& next_gain) const;
   const Weights w_;
 };
 

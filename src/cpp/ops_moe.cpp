@@ -10,8 +10,7 @@ constexpr uint32_t kUpUnits = 12;        // units of an expert_up threadgroup, s
 constexpr uint32_t kRouteRows = 4;       // rows of a route_rows threadgroup
 constexpr uint32_t kGroupExperts = 128;  // of a group_rows threadgroup
 constexpr uint32_t kTileRows = 64, kTileOutputs = 128;  // of a matrix tile, see linear.metal
-constexpr uint32_t kCombineColumns = 1024;
-constexpr uint64_t kMaxGroups = 65535;  // of a grid's second dimension
+constexpr uint64_t kMaxGroups = 65535;                  // of a grid's second dimension
 
 void check_rows(const char* what, uint64_t rows, uint64_t limit) {
   check(rows >= 1 && rows <= limit, what, ": ", rows, " rows, supported 1 to ", limit);
@@ -183,7 +182,7 @@ Plan plan(const ExpertMatmul& p, const Target& t) {
 }
 
 Plan plan(const MoeCombine& p, const Target& t) {
-  check_rows("moe_combine", p.rows, kMaxGroups);
+  check_rows("moe_combine", p.rows, UINT32_MAX / (LILY_MAX_TOP_K + 1));
   check(p.top_k >= 1 && p.top_k <= LILY_MAX_TOP_K, "moe_combine: top-k ", p.top_k,
         ", supported 1 to ", LILY_MAX_TOP_K);
   check(p.hidden > 0 && p.hidden % 64 == 0, "moe_combine: rows of ", p.hidden,
@@ -191,11 +190,13 @@ Plan plan(const MoeCombine& p, const Target& t) {
   const uint64_t values = uint64_t(p.rows) * p.hidden;
   Plan plan;
   plan.variant = find_variant(Op::moe_combine);
-  plan.grid = {ceil_div(p.hidden, kCombineColumns), p.rows, 1, 256};
+  plan.grid = {p.rows, 1, 1, 256};
   plan.needs = {
       {"down", t.act, values * (p.top_k + 1), Access::read},
       {"route", DType::u32, 2 * uint64_t(p.rows) * (p.top_k + 1), Access::read},
+      {"gain", DType::f32, p.hidden, Access::read},
       {"x", t.act, values, Access::read_write},
+      {"h", t.act, values, Access::write},
   };
   return plan;
 }

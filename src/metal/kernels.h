@@ -223,10 +223,12 @@ struct ExpertMatmul {
 };
 // codes, pairs, shared codes, shared pairs, h act: swiglu 1: [R][k], row of the pair; 0: [R * top_k + R * shared][k], row = pair,
 // order, offsets, tiles, y out act[R * top_k + R * shared][n / 2 or n], row = pair
+// x += the experts' weighted sum, and the norm that follows it: h = x * gain / sqrt(mean(x^2) + eps).
 struct MoeCombine {
   uint rows, hidden, top_k;
+  float eps;
 };
-// down act[R * top_k + R][hidden], route, x io act[R][hidden]
+// down act[R * top_k + R][hidden], route, gain float[hidden], x io act[R][hidden], h out act[R][hidden]
 
 // ---- head and sampling ------------------------------------------------------------------------
 struct Score {

@@ -368,20 +368,39 @@ static inline void group_rows_body(device const Route* route, device uint* order
 LILY_VARIANTS_group_rows(GROUP_ROWS)
 
 // ---- moe_combine --------------------------------------------------------------------------------
-// 256 threads a group, four values a thread: x is rounded once.
+// A group a row, four values a thread at a time: x is rounded once, its square kept for the norm.
+#define COMBINE_THREADS 256
+static inline void moe_combine_body(device const act_t* down, device const Route* route,
+                                    device const float* gain, device act_t* x, device act_t* h,
+                                    PARAM_REF(MoeCombine) p, threadgroup float* scratch,
+                                    uint3 group, uint tid, uint lane, uint simd) {
+  const uint row = group.x;
+  device const Route* own = route + (ulong)row * (p.top_k + 1);
+  device act_t* row_x = x + (ulong)row * p.hidden;
+  device act_t* row_h = h + (ulong)row * p.hidden;
+  float square = 0.0f;
+  for (uint c = tid * 4; c < p.hidden; c += COMBINE_THREADS * 4) {
+    float4 sum = float4(0.0f);
+    for (uint j = 0; j <= p.top_k; ++j) {
+      const ulong pair = j < p.top_k ? (ulong)row * p.top_k + j : (ulong)p.rows * p.top_k + row;
+      sum += own[j].weight * load4(down + pair * p.hidden + c);
+    }
+    store4(row_x + c, load4(row_x + c) + sum);
+    const float4 v = load4(row_x + c);
+    UNROLL for (uint e = 0; e < 4; ++e)
+      square = fma(v[e], v[e], square);
+  }
+  square = group_sum(square, scratch, lane, simd, COMBINE_THREADS / 32);
+  const float inv = inv_sqrt(square / float(p.hidden) + p.eps);
+  for (uint c = tid * 4; c < p.hidden; c += COMBINE_THREADS * 4) {
+    store4(row_h + c, load4(row_x + c) * inv * *(device const float4*)(gain + c));
+  }
+}
 #define MOE_COMBINE(op, name, c0, c1, c2)                                                         \
-  KERNEL(name)(IN(act_t, down, 0), IN(Route, route, 1), OUT(act_t, x, 2),                         \
-               PARAMS(MoeCombine, 3) IDS) {                                                       \
+  KERNEL(name)(IN(act_t, down, 0), IN(Route, route, 1), IN(float, gain, 2), OUT(act_t, x, 3),     \
+               OUT(act_t, h, 4), PARAMS(MoeCombine, 5) IDS) {                                     \
     READ_IDS                                                                                      \
-    const uint col = (group.x * 256 + tid) * 4, row = group.y;                                    \
-    if (col >= p.hidden) return;                                                                  \
-    device const Route* own = route + (ulong)row * (p.top_k + 1);                                 \
-    float4 sum = float4(0.0f);                                                                    \
-    for (uint j = 0; j <= p.top_k; ++j) {                                                         \
-      const ulong pair = j < p.top_k ? (ulong)row * p.top_k + j : (ulong)p.rows * p.top_k + row;  \
-      sum += own[j].weight * load4(down + pair * p.hidden + col);                                 \
-    }                                                                                             \
-    device act_t* at = x + (ulong)row * p.hidden + col;                                           \
-    store4(at, load4(at) + sum);                                                                  \
+    SHARED(float, scratch, COMBINE_THREADS / 32);                                                 \
+    moe_combine_body(down, route, gain, x, h, p, scratch, group, tid, lane, simd);                \
   }
 LILY_VARIANTS_moe_combine(MOE_COMBINE)

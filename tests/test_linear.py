@@ -359,7 +359,7 @@ def test_expert_formats(kernels: Kernels, bits: int, group: int, f16: bool, swig
 
 
 @pytest.mark.parametrize("tile", [16, 32, 64])
-@pytest.mark.parametrize("rows", [1, 17, 70])
+@pytest.mark.parametrize("rows", [1, 17, 70, 200])
 def test_expert_tiles(kernels: Kernels, rows: int, tile: int) -> None:
     """Experts with no pair, one, and more than a tile; ragged n."""
     rng = np.random.default_rng(rows + tile)

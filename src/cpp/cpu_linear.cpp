@@ -10,7 +10,8 @@ using namespace matrix;
 constexpr uint32_t kBlock = 64;        // weight rows of a project job
 constexpr uint32_t kRowBlock = 480;    // vectors packed at a time: bounds the scratch memory
 constexpr uint32_t kPanelsPerJob = 8;  // of an expert
-static_assert(kRowBlock % kTileRows == 0);
+constexpr uint32_t kOwnRows = 96;      // of a job of the shared expert, which has all rows
+static_assert(kRowBlock % kTileRows == 0 && kOwnRows % kTileRows == 0);
 
 // Packs rows first .. first + count - 1, row(i) -> const Act*, tile after tile.
 template <typename Row>
@@ -125,20 +126,24 @@ void expert_matmul(const TwinCall& call) {
   const uint32_t k = p.w.k, columns = p.swiglu ? p.w.n / 2 : p.w.n;
   const uint32_t *order = arg<uint32_t>(call, 5), *offsets = arg<uint32_t>(call, 6);
   const uint32_t span = kPanelsPerJob * kPanel, spans = (p.w.n + span - 1) / span;
-  const uint32_t experts = p.experts + (p.shared ? 1 : 0);
+  const uint32_t own = p.shared ? (p.rows + kOwnRows - 1) / kOwnRows : 0;  // blocks of its rows
   with_act(call, [&](auto* tag) {
     using Act = std::remove_pointer_t<decltype(tag)>;
-    parallel(call, size_t(experts) * spans, [&](size_t job) {
-      const size_t e = experts - 1 - job / spans;  // the shared one, with all rows, begins
-      const bool shared = e == p.experts;
+    parallel(call, size_t(own + p.experts) * spans, [&](size_t job) {
+      const uint32_t place = uint32_t(job / spans);  // the shared expert's blocks, then the others
+      const bool shared = place < own;
+      const uint32_t e = shared ? p.experts : place - own;
+      const uint32_t m_begin = offsets[e] + (shared ? place * kOwnRows : 0);
+      const uint32_t m_end =
+          shared && offsets[e + 1] - m_begin > kOwnRows ? m_begin + kOwnRows : offsets[e + 1];
       const uint32_t n_begin = uint32_t(job % spans) * span;
       const uint32_t n_end = p.w.n - n_begin < span ? p.w.n : n_begin + span;
       const uint32_t* codes =
           matrix_codes(p.w, arg<uint32_t>(call, shared ? 2 : 0), shared ? 0 : e);
       const uint32_t* pairs =
           matrix_pairs(p.w, arg<uint32_t>(call, shared ? 3 : 1), shared ? 0 : e);
-      for (uint32_t m0 = offsets[e]; m0 < offsets[e + 1]; m0 += kRowBlock) {
-        const uint32_t left = offsets[e + 1] - m0, count = left < kRowBlock ? left : kRowBlock;
+      for (uint32_t m0 = m_begin; m0 < m_end; m0 += kRowBlock) {
+        const uint32_t left = m_end - m0, count = left < kRowBlock ? left : kRowBlock;
         float* packed = scratch(0, size_t(count) * k);
         pack_rows(
             k, count,

@@ -249,8 +249,9 @@ LILY_VARIANTS_route_rows(ROUTE_ROWS)
 // ---- group_rows ---------------------------------------------------------------------------------
 // A group of 1024 threads for 128 experts. It counts the pairs of every expert, from which follows
 // where its own begin; then, 1024 rows at a time, each of its experts gets a bit for each row that
-// chose it, and the bits before a row's are its rank. Nothing depends on who comes first: atomics add
-// up counts, and bits of which each is added once.
+// chose it, and the bits before a row's are its rank. The first group writes the lists of offsets and
+// tiles as well. Nothing depends on who comes first: atomics add up counts, and bits of which each is
+// added once.
 #define GROUP_THREADS 1024
 #define GROUP_EXPERTS 128
 #define GROUP_ROWS_AT_ONCE 1024
@@ -304,14 +305,13 @@ static inline void group_rows_body(device const Route* route, device uint* order
   const uint begin = group_prefix(count, routed, scratch, lane, simd);
   const uint first_tile = group_prefix(count_tiles, routed_tiles, scratch, lane, simd);
   if (tid - e0 < GROUP_EXPERTS) next[tid - e0] = begin;
-  if (tid - e0 < GROUP_EXPERTS && tid < p.experts) {
-    offsets[tid] = begin;
+  if (group.x == 0) {
+    if (tid < p.experts) offsets[tid] = begin;
     for (uint i = 0; i < count_tiles; ++i) {
       tiles[1 + 2 * (first_tile + i)] = tid;
       tiles[2 + 2 * (first_tile + i)] = begin + i * p.tile;
     }
-  }
-  if (group.x == 0) {  // the shared expert has all rows in their order
+    // The shared expert has all rows in their order.
     const uint shared_tiles = (p.rows + p.tile - 1) / p.tile;
     for (uint r = tid; r < p.rows; r += GROUP_THREADS) {
       order[routed + r] = routed + r;

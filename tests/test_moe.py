@@ -508,6 +508,19 @@ def test_group_rows(kernels: Kernels, rows: int, experts: int, top_k: int, tile:
     assert (tiles[: want[2].size] == want[2]).all() and untouched(tiles[want[2].size :])
 
 
+def test_group_rows_of_experts_past_the_table(kernels: Kernels) -> None:
+    """They count as the last one: a route that nothing has made leads nowhere else."""
+    chosen = np.array([[0, 9], [4, 1], [2, 0xFFFFFFFF]])
+    route = np.zeros((3, 3, 2), np.uint32)
+    route[:, :2, 0] = chosen
+    p = params("group_rows", rows=3, experts=4, top_k=2, tile=2)
+    outs = [Out((n,), np.uint32) for n in (9, 6, 1 + 2 * (9 // 2 + 5))]
+    order, offsets, tiles = kernels.run("group_rows", p, [In(route), *outs])
+    want = grouping(np.minimum(chosen, 3), 4, 2)
+    assert (order == want[0]).all() and (offsets == want[1]).all()
+    assert (tiles[: want[2].size] == want[2]).all() and untouched(tiles[want[2].size :])
+
+
 @pytest.mark.parametrize(
     ("rows", "hidden", "top_k"), [(1, 64, 1), (17, 192, 3), (5, 2048, 8), (33, 1088, 16)]
 )

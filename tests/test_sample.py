@@ -263,6 +263,54 @@ def test_a_real_vocabulary(device: str, combination: str) -> None:
     assert tokens(result, [17, 4][:rows]) == want
 
 
+def block_shapes() -> list[tuple[str, np.ndarray, list[dict[str, Any]]]]:
+    """Logits of ten blocks, the last one short, and cuts at each border of a draw's passes."""
+    rng, vocab = np.random.default_rng(8), 10_000
+    noise = rng.standard_normal(vocab).astype(np.float32)
+    flat = np.full(vocab, 2.0, np.float32)
+    ks = [{"top_k": k} for k in (1, 9, 10, 11, 2048, 2049, 6000)]
+    both = [{"top_k": 6000, "top_p": 0.6}, {"top_k": 4, "top_p": 0.6}]
+    shapes = [
+        ("flat", flat, [*ks, *both, {"top_p": 0.1}, {"top_p": 0.9}]),
+        ("noise", noise, [*ks, *both, {"top_p": 0.3}, {"top_p": 0.97}, {"min_p": 0.2}]),
+        ("peaked", noise * 9, [*ks, *both, {"top_p": 0.5}, {"top_p": 0.999}]),
+    ]
+    for count in (2048, 2049):  # that reach the best of the tenth block: a full list, one more
+        edge = np.full(vocab, -5.0, np.float32)
+        edge[4 * np.arange(count - 2)] = 10 + noise[: count - 2] / 8
+        edge[8500] = 9.5
+        edge[9500] = 9.0
+        shapes.append((f"edge {count}", edge, [{"top_k": 10}, {"top_k": 10, "top_p": 0.9}]))
+    masked = noise.copy()
+    masked[np.arange(vocab) % 1024 != 7] = -np.inf  # one token a block
+    shapes.append(("masked", masked, [{}, {"top_k": 3}, {"top_k": 9}, {"top_p": 0.7}]))
+    return shapes
+
+
+@pytest.mark.parametrize("shape", block_shapes(), ids=lambda s: s[0])
+def test_draws_over_blocks_and_lists(
+    device: str, shape: tuple[str, np.ndarray, list[dict[str, Any]]]
+) -> None:
+    """Few tokens are listed, many gone through block by block: every draw is the reference's."""
+    _, logits, cuts = shape
+    k, rows = Kernels(device, True), 3
+    allowed = np.isfinite(logits)
+    finite = np.where(allowed, logits, np.float32(-1))
+    for cut in cuts:
+        slots = [
+            Slot(seed=7 * i + 1, settings=cut, allowed=None if allowed.all() else allowed)
+            for i in range(rows)
+        ]
+        positions = [5, 1, 9]
+        step = make_step(logits.size, slots, list(range(rows)), positions, rows)
+        got = tokens(sample(k, np.tile(finite, (rows, 1)), step), positions)
+        want = [
+            reference.draw(slot.candidates(finite, logits.size), slot.seed, position + 1)
+            for slot, position in zip(slots, positions, strict=True)
+        ]
+        assert got == want, cut
+
+
 def test_adjusted_logits(device: str) -> None:
     """What sample_scan leaves, against the reference, with the masked at -inf."""
     rng = np.random.default_rng(2)
@@ -361,19 +409,21 @@ def test_rows_together_are_rows_alone(device: str) -> None:
         assert alone.adjusted.tobytes() == whole.adjusted[row].tobytes()
 
 
-def test_logprobs(device: str) -> None:
+@pytest.mark.parametrize("vocab", [3000, 36_000])
+def test_logprobs(device: str, vocab: int) -> None:
     """Of the raw distribution over the whole vocabulary, whatever was penalised or masked."""
     rng = np.random.default_rng(6)
-    logits = model_logits(rng, 4, 3000)
+    logits = model_logits(rng, 4, vocab)
     logits[1] = np.round(logits[1])  # ties
     logits[2, 1024:2048] += 20  # the best lie in one block
+    logits[0, -40:] += 20  # or in the last one
     logits[3] = 5
     counts = [20, 7, 20, 20]
     slots = [Slot(seed=3, logprobs=n, settings={"top_k": 9, "presence": 2.0}) for n in counts]
     slots[0].generated = [int(logits[0].argmax())]
     slots[3].logprobs = 99
     result = sample(
-        Kernels(device, True), logits, make_step(3000, slots, [0, 1, 2, 3], [0] * 4, 4), 2500
+        Kernels(device, True), logits, make_step(vocab, slots, [0, 1, 2, 3], [0] * 4, 4), 2500
     )
     for row, count in enumerate(counts):
         entry, x = result.ring[row][1], logits[row].astype(np.float64)

@@ -185,66 +185,139 @@ static inline ulong part_of(float share, ulong total) {
   const ulong s = uint(share * 1073741824.0f);
   return (total >> 30) * s + (((total & 0x3fffffff) * s) >> 30);
 }
-// Four loads in flight a thread.
-static inline void load_strided(device const float* adjusted, uint vocab, uint i,
-                                thread float (&v)[4]) {
-  UNROLL for (uint j = 0; j < 4; ++j) {
-    v[j] = i + j * DRAW_THREADS < vocab ? adjusted[i + j * DRAW_THREADS] : -INFINITY;
+// ---- where they are -----------------------------------------------------------------------------
+// What the passes of a draw go through: the tokens of some blocks, or a list of tokens once they are
+// few. The order of the list is nobody's: sums are of integers, and ids decide between equals.
+#define LIST_TOKENS 2048
+struct Candidates {
+  threadgroup uint* blocks;  // in ascending order
+  threadgroup uint* ids;
+  threadgroup float* values;
+  threadgroup atomic_uint* listed;
+  uint count;  // tokens to go through
+  bool list;
+};
+struct Candidate {
+  uint id;
+  float value;
+};
+static inline Candidate candidate(thread const Candidates& c, device const float* adjusted,
+                                  uint vocab, uint i) {
+  Candidate got;
+  got.id = 0;
+  got.value = -INFINITY;
+  if (i >= c.count) return got;
+  if (c.list) {
+    got.id = c.ids[i];
+    got.value = c.values[i];
+  } else {
+    got.id = c.blocks[i / SAMPLE_BLOCK] * SAMPLE_BLOCK + i % SAMPLE_BLOCK;
+    if (got.id < vocab) got.value = adjusted[got.id];
   }
+  return got;
 }
-static inline ulong kept_mass(device const float* adjusted, uint vocab, float top, Kept kept,
-                              threadgroup ulong* scratch, uint tid, uint lane, uint simd) {
-  ulong mass = 0, total;
-  for (uint i = tid; i < vocab; i += 4 * DRAW_THREADS) {
-    float v[4];
-    load_strided(adjusted, vocab, i, v);
-    UNROLL for (uint j = 0; j < 4; ++j) {
-      const bool counted = is_kept(kept, order_key(v[j]), i + j * DRAW_THREADS);
-      if (counted) mass += fixed_mass(relative(v[j], top));
+// Several loads in flight a thread: candidates i, i + DRAW_THREADS, ..
+#define DRAW_LOADS 8
+static inline void load_candidates(thread const Candidates& c, device const float* adjusted,
+                                   uint vocab, uint i, thread Candidate (&got)[DRAW_LOADS]) {
+  UNROLL for (uint j = 0; j < DRAW_LOADS; ++j)
+    got[j] = candidate(c, adjusted, vocab, i + j * DRAW_THREADS);
+}
+// The blocks whose maximum is at least `least`; -inf leaves out those that have nothing to draw.
+static inline void choose_blocks(thread Candidates& c, float maximum, float least,
+                                 threadgroup ulong* scratch, uint tid, uint lane, uint simd) {
+  ulong count;
+  const bool active = maximum >= least && maximum > -INFINITY;
+  const ulong at = group_prefix(active, count, scratch, lane, simd, DRAW_SIMDS);
+  if (active) c.blocks[at] = tid;
+  c.count = (uint)count * SAMPLE_BLOCK;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+// Bins of 1/16 of distance from the best, and 512 finer ones of each: both rise as values fall.
+static inline float bins_away(float v, float top) {
+  return min((top - v) * 16.0f, float(DRAW_THREADS - 1));
+}
+struct Bin {
+  float near, fine;  // fine < 0: all of the bin; near < 0: all bins
+};
+static inline bool in_bin(Bin bin, float away) {
+  const float finer = (away - bin.near) * float(DRAW_THREADS);
+  return bin.near < 0.0f || (away >= bin.near && away < bin.near + 1.0f &&
+                             (bin.fine < 0.0f || (finer >= bin.fine && finer < bin.fine + 1.0f)));
+}
+// Lists the kept tokens of a bin from `least` on, if they are few enough.
+static inline void list_candidates(thread Candidates& c, device const float* adjusted, uint vocab,
+                                   float top, float least, Bin bin, Kept kept, uint tid) {
+  if (tid == 0) atomic_store_explicit(c.listed, 0u, memory_order_relaxed);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = tid; i < c.count; i += DRAW_LOADS * DRAW_THREADS) {
+    Candidate got[DRAW_LOADS];
+    load_candidates(c, adjusted, vocab, i, got);
+    UNROLL for (uint j = 0; j < DRAW_LOADS; ++j) {
+      const float v = got[j].value;
+      if (v < least || !in_bin(bin, bins_away(v, top)) || !is_kept(kept, order_key(v), got[j].id))
+        continue;
+      const uint at = atomic_fetch_add_explicit(c.listed, 1u, memory_order_relaxed);
+      if (at < LIST_TOKENS) {
+        c.ids[at] = got[j].id;
+        c.values[at] = v;
+      }
     }
   }
-  group_prefix(mass, total, scratch, lane, simd, DRAW_SIMDS);
-  return total;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint found = atomic_load_explicit(c.listed, memory_order_relaxed);
+  if (found <= LIST_TOKENS) {
+    c.count = found;
+    c.list = true;
+  }
 }
-// In order of rank (value, then lowest id) a token stays while those before it have less than
-// `target` together: tokens (top-k) or mass (top-p). 1 <= target <= what is there. First by bins of
-// 1/16 of distance from the best, then, inside the bin where the limit falls, by the bytes of the
-// key; last by id among equal values.
+
+// ---- top-k and top-p ----------------------------------------------------------------------------
+// In order of rank (value, then lowest id) a token stays while those before it have less than the
+// target together: top_k tokens, or (by_mass) the part top_p of what all have. First by bins of
+// distance, then by the finer ones of the bin where the limit falls, then by the bytes of the key; last
+// by id among equal values. What lies behind the limit's bin is left out from then on, and only the
+// finer bin's tokens are gone through.
 #define KEEP_BINS DRAW_THREADS
-static inline Kept keep_first(device const float* adjusted, uint vocab, float top, Kept kept,
-                              bool by_mass, ulong target, threadgroup atomic_uint* bins,
+static inline Kept keep_first(thread Candidates& c, device const float* adjusted, uint vocab,
+                              float top, float block_max, Kept kept, bool by_mass,
+                              device const SlotSampling* s, threadgroup atomic_uint* bins,
                               threadgroup ulong* scratch, threadgroup ulong* found, uint tid,
                               uint lane, uint simd) {
-  uint near = 0, key = 0;
-  ulong before = 0, total;
-  _Pragma("clang loop unroll(disable)") for (uint level = 0; level < 5; ++level) {
-    const uint shift = 32 - 8 * level;
+  Candidates border = c;
+  Bin bin;
+  bin.near = bin.fine = -1.0f;
+  const Bin all = bin;
+  uint key = 0;
+  ulong before = 0, target = s->top_k, total;
+  _Pragma("clang loop unroll(disable)") for (uint level = 0; level < 6; ++level) {
+    const uint shift = 40 - 8 * level;
     UNROLL for (uint j = 0; j < 3; ++j) {
       atomic_store_explicit(&bins[j * KEEP_BINS + tid], 0u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = tid; i < vocab; i += 4 * DRAW_THREADS) {
-      float v[4];
-      load_strided(adjusted, vocab, i, v);
-      UNROLL for (uint j = 0; j < 4; ++j) {
-        const uint k = order_key(v[j]);
-        const uint distance = uint(min((top - v[j]) * 16.0f, KEEP_BINS - 1.0f));
-        bool counted = is_kept(kept, k, i + j * DRAW_THREADS);
-        uint bin = distance;
-        if (level > 0) {
-          counted = counted && distance == near && (level == 1 || (k >> (shift + 8)) == key);
-          bin = 255 - ((k >> shift) & 255);
+    for (uint i = tid; i < border.count; i += DRAW_LOADS * DRAW_THREADS) {
+      Candidate got[DRAW_LOADS];
+      load_candidates(border, adjusted, vocab, i, got);
+      UNROLL for (uint j = 0; j < DRAW_LOADS; ++j) {
+        const float v = got[j].value, away = bins_away(v, top);
+        const uint k = order_key(v);
+        if (!is_kept(kept, k, got[j].id) || !in_bin(bin, away)) continue;
+        if (by_mass && top - v > 28.0f) continue;  // less than 2^-40 of the best: no mass
+        uint at = uint(level == 0 ? away : (away - bin.near) * float(KEEP_BINS));
+        if (level > 1) {
+          if (level > 2 && (k >> (shift + 8)) != key) continue;
+          at = 255 - ((k >> shift) & 255);
         }
-        if (counted) {
-          atomic_fetch_add_explicit(&bins[bin], 1u, memory_order_relaxed);
-          if (by_mass) {  // 64 bits in two words: whoever wraps the low one carries
-            const ulong mass = fixed_mass(relative(v[j], top));
-            const uint low = (uint)mass, high = (uint)(mass >> 32);
-            const uint old =
-                atomic_fetch_add_explicit(&bins[KEEP_BINS + bin], low, memory_order_relaxed);
-            atomic_fetch_add_explicit(&bins[2 * KEEP_BINS + bin], high + (old + low < low ? 1 : 0),
-                                      memory_order_relaxed);
-          }
+        atomic_fetch_add_explicit(&bins[at], 1u, memory_order_relaxed);
+        if (by_mass) {  // 64 bits in two words: whoever wraps the low one carries
+          const ulong mass = fixed_mass(relative(v, top));
+          const uint low = (uint)mass;
+          const uint old =
+              atomic_fetch_add_explicit(&bins[KEEP_BINS + at], low, memory_order_relaxed);
+          const uint high = (uint)(mass >> 32) + (old + low < low ? 1 : 0);
+          if (high)
+            atomic_fetch_add_explicit(&bins[2 * KEEP_BINS + at], high, memory_order_relaxed);
         }
       }
     }
@@ -256,15 +329,37 @@ static inline Kept keep_first(device const float* adjusted, uint vocab, float to
             atomic_load_explicit(&bins[KEEP_BINS + tid], memory_order_relaxed);
     }
     const ulong first = before + group_prefix(own, total, scratch, lane, simd, DRAW_SIMDS);
+    ulong reached = first + own;  // tokens up to this bin
+    if (by_mass && level == 0) {
+      const ulong part = s->top_p > 0.0f ? part_of(s->top_p, total) : 0;
+      target = part > 0 ? part : 1;
+      reached = group_prefix(count, total, scratch, lane, simd, DRAW_SIMDS) + count;
+    }
     if (first < target && target <= first + own) {
       found[0] = tid;
       found[1] = count;
       found[2] = first;
+      found[3] = reached;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (level == 0) near = (uint)found[0];
-    else key = (key << 8) | (255 - (uint)found[0]);
     before = found[2];
+    if (level > 1) {
+      key = (key << 8) | (255 - (uint)found[0]);
+      continue;
+    }
+    if (level == 0) bin.near = float((uint)found[0]);
+    else bin.fine = float((uint)found[0]);
+    if (border.list) continue;
+    // The lowest value of the bin and a little less: what is behind the limit falls out later.
+    const float least = bin.near == KEEP_BINS - 1.0f ? -FLT_MAX : top - (bin.near + 1.5f) / 16.0f;
+    if (level == 0) {
+      const bool few = found[3] <= LIST_TOKENS;
+      choose_blocks(c, block_max, least, scratch, tid, lane, simd);
+      if (few) list_candidates(c, adjusted, vocab, top, least, all, kept, tid);
+      border = c;
+    } else {
+      list_candidates(border, adjusted, vocab, top, least, bin, kept, tid);
+    }
   }
   // `ties` tokens have the last value that stays; `quota` of them do.
   const uint ties = (uint)found[1];
@@ -278,14 +373,25 @@ static inline Kept keep_first(device const float* adjusted, uint vocab, float to
   Kept result;
   result.key = key;
   result.cut = key == kept.key ? kept.cut : 0xffffffffu;
-  if (quota < ties) {
-    ulong seen = 0;
-    for (uint i = tid; i - tid < vocab && seen < quota; i += DRAW_THREADS) {
-      const uint k = i < vocab ? order_key(adjusted[i]) : 0;
-      const bool tie = k == key && is_kept(kept, k, i);
-      const ulong at = seen + group_prefix(tie, total, scratch, lane, simd, DRAW_SIMDS);
-      if (tie && at + 1 == quota) found[3] = i;
-      seen += total;
+  if (quota < ties) {  // the quota-th of them by id is the last one
+    if (border.list) {
+      for (uint i = tid; i < border.count; i += DRAW_THREADS) {
+        if (order_key(c.values[i]) != key || !is_kept(kept, key, c.ids[i])) continue;
+        uint rank = 1;
+        for (uint e = 0; e < border.count; ++e)
+          rank += order_key(c.values[e]) == key && c.ids[e] < c.ids[i] ? 1 : 0;
+        if (rank == quota) found[3] = c.ids[i];
+      }
+    } else {
+      ulong seen = 0;
+      for (uint i = tid; i - tid < c.count && seen < quota; i += DRAW_THREADS) {
+        const Candidate got = candidate(c, adjusted, vocab, i);
+        const uint k = order_key(got.value);
+        const bool tie = k == key && is_kept(kept, k, got.id);
+        const ulong at = seen + group_prefix(tie, total, scratch, lane, simd, DRAW_SIMDS);
+        if (tie && at + 1 == quota) found[3] = got.id;
+        seen += total;
+      }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     result.cut = (uint)found[3];
@@ -322,43 +428,72 @@ static inline float gumbel(uint word) {
 }
 
 // ---- sample_draw --------------------------------------------------------------------------------
-// The draw of a row that is not greedy, by a whole group.
-static inline uint draw(device const float* adjusted, uint vocab, float top, uint allowed,
-                        device const SlotSampling* s, uint position, threadgroup atomic_uint* bins,
-                        threadgroup ulong* scratch, threadgroup ulong* found,
-                        threadgroup float* values, threadgroup uint* ids, uint tid, uint lane,
-                        uint simd) {
+// The draw of a row that is not greedy, by a whole group. block_max: of the thread's block, -inf where
+// there is none.
+static inline uint draw(thread Candidates& c, device const float* adjusted, uint vocab, float top,
+                        float block_max, uint blocks, uint allowed, device const SlotSampling* s,
+                        uint position, threadgroup atomic_uint* bins, threadgroup ulong* scratch,
+                        threadgroup ulong* found, threadgroup float* values, threadgroup uint* ids,
+                        uint tid, uint lane, uint simd) {
   Kept kept;
   kept.key = order_key(-FLT_MAX);
   kept.cut = 0xffffffffu;
+  float least = -INFINITY;
+  const bool few = s->top_k > 0 && s->top_k < allowed;
+  if (few && s->top_k <= blocks) {
+    // The k-th of the blocks' maxima: k tokens are at least as high.
+    c.values[tid] = block_max;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    uint rank = 0;
+    for (uint b = 0; b < blocks; ++b)
+      rank += c.values[b] > block_max || (c.values[b] == block_max && b < tid) ? 1 : 0;
+    if (rank + 1 == s->top_k) found[0] = as_type<uint>(block_max);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    least = as_type<float>((uint)found[0]);
+  }
+  choose_blocks(c, block_max, least, scratch, tid, lane, simd);
+  if (least > -INFINITY || c.count <= LIST_TOKENS) {
+    Bin all;
+    all.near = all.fine = -1.0f;
+    list_candidates(c, adjusted, vocab, top, least, all, kept, tid);
+  }
   // First top-k by tokens, then top-p by mass; one copy of the code saves registers.
   _Pragma("clang loop unroll(disable)") for (uint by_mass = 0; by_mass < 2; ++by_mass) {
-    ulong target = 0;
-    if (by_mass == 0) {
-      if (s->top_k < allowed) target = s->top_k;
-    } else if (s->top_p < 1.0f) {
-      const ulong total = kept_mass(adjusted, vocab, top, kept, scratch, tid, lane, simd);
-      const ulong part = s->top_p > 0.0f ? part_of(s->top_p, total) : 0;
-      target = part > 0 ? part : 1;
-    }
-    if (target > 0) {
-      kept = keep_first(adjusted, vocab, top, kept, by_mass, target, bins, scratch, found, tid,
-                        lane, simd);
+    if (by_mass ? s->top_p < 1.0f : few) {
+      kept = keep_first(c, adjusted, vocab, top, block_max, kept, by_mass, s, bins, scratch, found,
+                        tid, lane, simd);
     }
   }
-  const float least = min(s->min_p, 1.0f);  // the best token always stays
+  const float share = min(s->min_p, 1.0f);  // the best token always stays
   float best = -INFINITY;
   uint at = 0xffffffffu;
-  for (uint i = 4 * tid; i < vocab; i += 4 * DRAW_THREADS) {
-    const uint4 words = philox(s->seed_low, s->seed_high, i / 4, position);
+  // Four neighbours, of the list one token, to a block of random words.
+  const uint step = c.list ? 1 : 4, seed_low = s->seed_low, seed_high = s->seed_high;
+  for (uint i = step * tid; i < c.count; i += step * DRAW_THREADS) {
+    Candidate got[4];
+    bool any = false;
     UNROLL for (uint j = 0; j < 4; ++j) {
-      const float v = i + j < vocab ? adjusted[i + j] : -INFINITY;
-      if (is_kept(kept, order_key(v), i + j) && relative(v, top) >= least) {
-        const float score = v + gumbel(words[j]);
-        if (score > best) {
-          best = score;
-          at = i + j;
-        }
+      got[j].id = 0;
+      got[j].value = -INFINITY;
+      if (j < step) got[j] = candidate(c, adjusted, vocab, i + j);
+      const float v = got[j].value;
+      if (!is_kept(kept, order_key(v), got[j].id) || relative(v, top) < share)
+        got[j].value = -INFINITY;
+      any = any || got[j].value > -INFINITY;
+    }
+    if (!any) continue;
+    const uint4 words = philox(seed_low, seed_high, got[0].id / 4, position);
+    UNROLL for (uint j = 0; j < 4; ++j) {
+      if (got[j].value == -INFINITY) continue;
+      const uint lane4 = got[j].id & 3;
+      const uint word = lane4 == 0   ? words.x
+                        : lane4 == 1 ? words.y
+                        : lane4 == 2 ? words.z
+                                     : words.w;
+      const float score = got[j].value + gumbel(word);
+      if (score > best || (score == best && got[j].id < at)) {
+        best = score;
+        at = got[j].id;
       }
     }
   }
@@ -367,7 +502,7 @@ static inline uint draw(device const float* adjusted, uint vocab, float top, uin
 // A group per row, a thread for each block's statistics.
 static inline void sample_draw_body(device const float* logits, device const float* adjusted,
                                     device const float* stats, device Sampled* entries, uint vocab,
-                                    uint ring, device Step* step, uint row,
+                                    uint ring, device Step* step, uint row, thread Candidates& c,
                                     threadgroup atomic_uint* bins, threadgroup ulong* scratch,
                                     threadgroup ulong* found, threadgroup float* values,
                                     threadgroup uint* ids, uint tid, uint lane, uint simd) {
@@ -411,8 +546,8 @@ static inline void sample_draw_body(device const float* logits, device const flo
   const float norm = raw.value + log_(group_sum(sum, values, lane, simd, DRAW_SIMDS));
   uint token = best.id;
   if (s->temperature > 0.0f) {
-    token = draw(adjusted, vocab, best.value, (uint)counts, s, position, bins, scratch, found,
-                 values, ids, tid, lane, simd);
+    token = draw(c, adjusted, vocab, best.value, own.value, blocks, (uint)counts, s, position, bins,
+                 scratch, found, values, ids, tid, lane, simd);
   }
   const uint reported = min(s->logprobs, (uint)LILY_MAX_LOGPROBS);
   for (uint j = 0; j < reported; ++j) {
@@ -459,11 +594,22 @@ static inline void sample_draw_body(device const float* logits, device const flo
     SHARED(ulong, found, 4);                                                                       \
     SHARED(float, values, DRAW_SIMDS);                                                             \
     SHARED(uint, ids, DRAW_SIMDS);                                                                 \
+    SHARED(uint, blocks_left, DRAW_THREADS);                                                       \
+    SHARED(uint, list_ids, LIST_TOKENS);                                                           \
+    SHARED(float, list_values, LIST_TOKENS);                                                       \
+    SHARED(atomic_uint, listed, 1);                                                                \
+    Candidates c;                                                                                  \
+    c.blocks = blocks_left;                                                                        \
+    c.ids = list_ids;                                                                              \
+    c.values = list_values;                                                                        \
+    c.listed = listed;                                                                             \
+    c.count = 0;                                                                                   \
+    c.list = false;                                                                                \
     const uint row = group.x;                                                                      \
     if (row >= step->rows) return;                                                                 \
     const ulong at = (ulong)row * p.vocab;                                                         \
     const ulong blocks = (p.vocab + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK;                              \
     sample_draw_body(logits + at, adjusted + at, stats + row * blocks * 8, ring, p.vocab, p.ring,  \
-                     step, row, bins, scratch, found, values, ids, tid, lane, simd);               \
+                     step, row, c, bins, scratch, found, values, ids, tid, lane, simd);               \
   }
 LILY_VARIANTS_sample_draw(SAMPLE_DRAW)

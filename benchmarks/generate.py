@@ -225,9 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if state["dirty"]:
         say("refused: the tree differs from its commit, so nobody could repeat this")
         return 1
-    command = " ".join(["python", *sys.argv])
     records = [
-        {**record, **state, "command": command}
+        {**record, **state, "command": bench.command_line("python", *sys.argv)}
         for record in run_rounds(all_arms(options, say), say)
     ]
     say(bench.table(records))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import test_attention
+import test_delta
 import test_linear
 from kernel_harness import Kernels
 from lily import _core
@@ -101,7 +102,7 @@ def test_a_system_without_tensor_operations(
 
 
 def test_prefill_on_tensor_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three ops that have a tile, through the device."""
+    """All four ops that have a tile, through the device."""
     monkeypatch.setenv("SOFTWARE_METAL_TENSOR", "4")
     kernels, says = products()
     if SOFTWARE is None and "tensor operations (" not in says:
@@ -110,3 +111,4 @@ def test_prefill_on_tensor_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     test_linear.test_expert_formats(kernels, 4, 64, False, True)
     shape = test_attention.Shape(heads=6, kv_heads=2)
     test_attention.test_flash(kernels, shape, 17, 0)
+    test_delta.test_scan(kernels, 65)

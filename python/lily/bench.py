@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -157,8 +158,18 @@ def measure(
         "decode_tok_s": round(STEPS / sum(steps), 2),
         "step_ms": [round(1000 * s, 4) for s in steps],
         "token_digest": digest(tokens),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(Path(sys.argv[0]).name, *sys.argv[1:]),
     }
+
+
+def command_line(*words: str) -> str:
+    """The words as typed, of absolute paths the last name: where a file lies is nobody else's
+    matter, and records are shown around.
+
+    >>> command_line("lily", "bench", "/home/nora/models/qwen", "--out=/tmp/x.jsonl")
+    'lily bench qwen --out=x.jsonl'
+    """
+    return " ".join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in words)
 
 
 def rounds(

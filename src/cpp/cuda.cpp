@@ -169,14 +169,21 @@ struct CudaProgram final : Program {
     gpu->driver.graph_exec_destroy(exec);
     gpu->driver.context_pop(nullptr);
   }
-  std::string step_name(size_t i) const {
-    return concat(list.label, ": step ", i, " ", variants()[list.launches[i].variant].name);
-  }
   std::shared_ptr<Gpu> gpu;
   CommandList list;  // keeps the buffers, and the params that `slots` point into
   std::vector<Kernel> kernels;
   cuda::GraphExec exec = nullptr;  // null: launched one by one
 };
+// Launch i as errors name it; written out only for one: a prefill prepares hundreds.
+struct StepName {
+  const CudaProgram& program;
+  size_t i;
+};
+std::ostream& operator<<(std::ostream& out, const StepName& s) {
+  const CommandList& list = s.program.list;
+  return out << list.label << ": step " << s.i << " "
+             << variants()[list.launches[s.i].variant].name;
+}
 
 // What the PTX says of a kernel's parameters: pointers, one struct by value, then perhaps Step.
 struct Signature {
@@ -518,24 +525,17 @@ class CudaDevice final : public Device {
     const Loaded& k = loaded(l);
     const Signature& s = *k.signature;
     const size_t with_step = l.step.access != Access::none;
-    if (s.before != l.args.size() || s.after != with_step) {
-      throw LilyError(concat(program.step_name(i), ": the kernel takes ", s.before, " buffers and ",
-                             s.after, " Step, the launch gives ", l.args.size(), " and ",
-                             with_step));
-    }
-    if (s.params_bytes != l.params_size) {
-      throw LilyError(concat(program.step_name(i), ": the kernel's params have ", s.params_bytes,
-                             " bytes, the launch gives ", l.params_size));
-    }
-    if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0 || l.grid.x > 0x7fffffffu ||
-        l.grid.y > 65535 || l.grid.z > 65535) {
-      throw LilyError(concat(program.step_name(i), ": grid ", l.grid.x, " x ", l.grid.y, " x ",
-                             l.grid.z, ", at most 2147483647 x 65535 x 65535"));
-    }
-    if (l.grid.threads > uint32_t(k.most_threads)) {
-      throw LilyError(concat(program.step_name(i), ": ", l.grid.threads,
-                             " threads a group, the kernel's registers allow ", k.most_threads));
-    }
+    const StepName name{program, i};
+    check(s.before == l.args.size() && s.after == with_step, name, ": the kernel takes ", s.before,
+          " buffers and ", s.after, " Step, the launch gives ", l.args.size(), " and ", with_step);
+    check(s.params_bytes == l.params_size, name, ": the kernel's params have ", s.params_bytes,
+          " bytes, the launch gives ", l.params_size);
+    check(l.grid.x > 0 && l.grid.y > 0 && l.grid.z > 0 && l.grid.x <= 0x7fffffffu &&
+              l.grid.y <= 65535 && l.grid.z <= 65535,
+          name, ": grid ", l.grid.x, " x ", l.grid.y, " x ", l.grid.z,
+          ", at most 2147483647 x 65535 x 65535");
+    check(l.grid.threads <= uint32_t(k.most_threads), name, ": ", l.grid.threads,
+          " threads a group, the kernel's registers allow ", k.most_threads);
     kernel.function = k.function;
     for (const Arg& a : l.args) kernel.pointers.push_back(a.tensor ? address(a.tensor) : 0);
     if (with_step) kernel.pointers.push_back(address(l.step.tensor));
@@ -574,7 +574,7 @@ class CudaDevice final : public Device {
           program.kernels[i].function,     g.x,    g.y, g.z, g.threads, 1, 1, 0,
           program.kernels[i].slots.data(), nullptr};
       gpu_->ok(d_.graph_add_kernel(&nodes[i], owner.graph, after.data(), after.size(), &node),
-               program.step_name(i));
+               StepName{program, i});
     }
     gpu_->ok(d_.graph_instantiate(&program.exec, owner.graph, 0), label, ": graph");
   }
@@ -590,7 +590,7 @@ class CudaDevice final : public Device {
       cuda::Result r = d_.launch(k.function, g.x, g.y, g.z, g.threads, 1, 1, 0, gpu_->stream,
                                  k.slots.data(), nullptr);
       if (r == cuda::kSuccess && stepwise_) r = d_.stream_wait(gpu_->stream);
-      if (r != cuda::kSuccess) gpu_->ok(r, program.step_name(i));
+      gpu_->ok(r, StepName{program, i});
     }
   }
 
@@ -647,8 +647,9 @@ class CudaDevice final : public Device {
   const std::string description_;
   const uint64_t limit_;
   const std::unordered_map<std::string, Signature> signatures_;
-  std::vector<Loaded> loaded_ = std::vector<Loaded>(variants().size());  // guarded by module_mutex
-  const bool poison_;                                                    // fresh memory is NaN
+  // By variant; guarded by module_mutex.
+  std::vector<Loaded> loaded_ = std::vector<Loaded>(variants().size());
+  const bool poison_;    // fresh memory is NaN
   const bool stepwise_;  // no graphs; each step is waited for, so an error names it
   std::mutex mutex_;     // guards all below and the order of launches
   Ticket last_ticket_ = 0;

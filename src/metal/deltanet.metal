@@ -444,32 +444,30 @@ LILY_VARIANTS_delta_wy(DELTA_WY)
 #define SCAN_STATE_LD (LILY_DELTA_DIM + 4)
 #define SCAN_VECTORS (LILY_CHUNK * LILY_CHUNK / 4 / SCAN_THREADS)  // a thread's of 64 x 64 floats
 
-// 64 x 64 floats on their way to threadgroup memory: `from` and, where it is not the same, `from2` give 64
-// rows of COLUMNS each.
-struct ScanStage {
-  float4 v[SCAN_VECTORS];
-};
+// 64 rows of COLUMNS floats on their way from memory to threadgroup memory, COLUMNS / 8 vectors a thread.
 template <uint COLUMNS>
-static inline void load_stage(thread ScanStage& s, device const float* from, ulong stride,
-                              device const float* from2, ulong stride2, uint row0, uint rows,
-                              uint tid) {
-  UNROLL for (uint i = 0; i < SCAN_VECTORS; ++i) {
-    const bool second = COLUMNS < LILY_CHUNK && i >= SCAN_VECTORS / 2;
-    const uint at =
-        i % (COLUMNS < LILY_CHUNK ? SCAN_VECTORS / 2 : SCAN_VECTORS) * SCAN_THREADS + tid;
+static inline void load_stage(thread float4* v, device const float* from, ulong stride, uint row0,
+                              uint rows, uint tid) {
+  UNROLL for (uint i = 0; i < COLUMNS / 4 * LILY_CHUNK / SCAN_THREADS; ++i) {
+    const uint at = i * SCAN_THREADS + tid;
     const uint r = row0 + at / (COLUMNS / 4), c = 4 * (at % (COLUMNS / 4));
-    s.v[i] = float4(0.0f);  // past the end of the sequence
-    if (r < rows) {
-      s.v[i] = *(device const float4*)(second ? from2 + r * stride2 + c : from + r * stride + c);
-    }
+    v[i] = float4(0.0f);  // past the end of the sequence
+    if (r < rows) v[i] = *(device const float4*)(from + r * stride + c);
   }
 }
+// Pieces of w and q, the one's rows before the other's.
+static inline void load_pieces(thread float4* v, device const float* w, ulong w_stride,
+                               device const float* q, ulong q_stride, uint row0, uint rows,
+                               uint tid) {
+  load_stage<SCAN_PIECE>(v, w, w_stride, row0, rows, tid);
+  load_stage<SCAN_PIECE>(v + SCAN_VECTORS / 2, q, q_stride, row0, rows, tid);
+}
 template <uint COLUMNS>
-static inline void store_stage(thread const ScanStage& s, threadgroup float* stage, uint ld,
+static inline void store_stage(thread const float4* v, threadgroup float* stage, uint ld,
                                uint tid) {
   UNROLL for (uint i = 0; i < SCAN_VECTORS; ++i) {
     const uint at = i * SCAN_THREADS + tid;
-    *(threadgroup float4*)(stage + at / (COLUMNS / 4) * ld + 4 * (at % (COLUMNS / 4))) = s.v[i];
+    *(threadgroup float4*)(stage + at / (COLUMNS / 4) * ld + 4 * (at % (COLUMNS / 4))) = v[i];
   }
 }
 static inline void delta_scan_body(
@@ -492,8 +490,8 @@ static inline void delta_scan_body(
   const uint first = 16 * simd;
   const ulong state_at = ((ulong)h * LILY_DELTA_DIM + v0) * LILY_DELTA_DIM;
   const ulong out_at = (ulong)h * LILY_DELTA_DIM + v0;
-  ScanStage next;
-  load_stage<SCAN_PIECE>(next, head_w, value_floats, head_q, key_floats, 0, rows, tid);
+  float4 next[SCAN_VECTORS];
+  load_pieces(next, head_w, value_floats, head_q, key_floats, 0, rows, tid);
   float2 next_g = load_decays(g, 0, rows, p.value_heads, h, lane);
   for (uint i = tid; i < SCAN_V * LILY_DELTA_DIM / 4; i += SCAN_THREADS) {
     *(threadgroup float4*)(state + i / 32 * SCAN_STATE_LD + 4 * (i % 32)) =
@@ -523,10 +521,9 @@ static inline void delta_scan_body(
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const uint d1 = d0 + SCAN_PIECE;
       if (d1 < LILY_DELTA_DIM) {
-        load_stage<SCAN_PIECE>(next, head_w + d1, value_floats, head_q + d1, key_floats, row0, rows,
-                               tid);
+        load_pieces(next, head_w + d1, value_floats, head_q + d1, key_floats, row0, rows, tid);
       } else {
-        load_stage<LILY_CHUNK>(next, head_scores, score_floats, head_scores, 0, row0, rows, tid);
+        load_stage<LILY_CHUNK>(next, head_scores, score_floats, row0, rows, tid);
       }
       tile_mma(read, stage + first * SCAN_LD, SCAN_LD, state + d0, SCAN_STATE_LD, SCAN_PIECE);
       tile_mma(out, stage + (LILY_CHUNK + first) * SCAN_LD, SCAN_LD, state + d0, SCAN_STATE_LD,
@@ -540,7 +537,7 @@ static inline void delta_scan_body(
       out.v[i] *= grown[r];
     }
     store_stage<LILY_CHUNK>(next, stage, SCAN_WIDE_LD, tid);
-    load_stage<LILY_CHUNK>(next, head_k, key_floats, head_k, 0, row0, rows, tid);
+    load_stage<LILY_CHUNK>(next, head_k, key_floats, row0, rows, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     tile_mma(out, stage + first * SCAN_WIDE_LD, SCAN_WIDE_LD, d, SCAN_WIDE_LD, LILY_CHUNK);
     UNROLL for (uint i = 0; i < ScanTile::kSize; ++i) {
@@ -558,10 +555,9 @@ static inline void delta_scan_body(
       if (d0 > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       store_stage<LILY_CHUNK>(next, stage, SCAN_K_LD, tid);
       if (d0 == 0) {
-        load_stage<LILY_CHUNK>(next, head_k + LILY_CHUNK, key_floats, head_k, 0, row0, rows, tid);
+        load_stage<LILY_CHUNK>(next, head_k + LILY_CHUNK, key_floats, row0, rows, tid);
       } else {
-        load_stage<SCAN_PIECE>(next, head_w, value_floats, head_q, key_floats, row0 + LILY_CHUNK,
-                               rows, tid);
+        load_pieces(next, head_w, value_floats, head_q, key_floats, row0 + LILY_CHUNK, rows, tid);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       Tile<SCAN_V, 16> part;

@@ -212,17 +212,17 @@ struct RouteRows {
 struct GroupRows {
   uint rows, experts, top_k, tile;
 };
-// route (the experts of a row differ), order out uint[R * (top_k + 1)]: pairs sorted by expert, stable; pair row * top_k + slot,
-// and R * top_k + row for the shared expert, which counts as expert `experts`; offsets out uint[experts + 2],
-// tiles out uint[1 + 2 * max_tiles]: count, then (expert, first position in order) per tile of `tile` pairs,
-// max_tiles = R * (top_k + 1) / tile + experts + 1
+// route (the experts of a row differ), order out uint[R * (top_k + 1)]: pairs sorted by expert, stable;
+// pair row * top_k + slot, and R * top_k + row for the shared expert, which counts as expert `experts`;
+// offsets out uint[experts + 2], tiles out uint[1 + 2 * max_tiles]: count, then (expert, first position in
+// order) per tile of `tile` pairs, max_tiles = R * (top_k + 1) / tile + experts + 1
 // shared 1: the shared expert takes part, 0: its tiles are left out, its matrix being of another form.
 struct ExpertMatmul {
   Linear w;
   uint rows, experts, top_k, tile, swiglu, shared;
 };
-// codes, pairs, shared codes, shared pairs, h act: swiglu 1: [R][k], row of the pair; 0: [R * top_k + R * shared][k], row = pair,
-// order, offsets, tiles, y out act[R * top_k + R * shared][n / 2 or n], row = pair
+// codes, pairs, shared codes, shared pairs, h act: swiglu 1: [R][k], row of the pair; 0:
+// [R * top_k + R * shared][k], row = pair, order, offsets, tiles, y out act[R * top_k + R * shared][n / 2 or n], row = pair
 // x += the experts' weighted sum, and the norm that follows it: h = x * gain / sqrt(mean(x^2) + eps).
 struct MoeCombine {
   uint rows, hidden, top_k;

@@ -78,7 +78,7 @@ static inline void project_body(device const uint* codes, device const uint* pai
 #define PROJECT(op, name, BITS, ROWS, c2)                                                         \
   KERNEL(name)(IN(uint, codes, 0), IN(uint, pairs, 1), IN(act_t, x, 2), IN(float, gain, 3),       \
                IN(float, ssq, 4), OUT(uchar, y, 5), PARAMS(Project, 6), STEP_IN(7) IDS) {         \
-    READ_IDS                                                                                        \
+    READ_IDS                                                                                      \
     SHARED(SharedX, xs, ROWS * (project_chunks<BITS, ROWS>()));                                   \
     SHARED(float, inv, ROWS);                                                                     \
     project_body<BITS, ROWS>(codes, pairs, x, gain, ssq, y, p, step, xs, inv, group, tid, lane,   \
@@ -376,8 +376,8 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
                PARAMS(Matmul, 4) IDS) {                                                           \
     READ_IDS                                                                                      \
     SHARED(uint4, pool, MATMUL_POOL);                                                             \
-    SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                                \
-    SHARED(float2, scales, MATMUL_QUAD * MATMUL_QUAD_LD);                                                             \
+    SHARED(float, sums, MATMUL_PARTS * MATMUL_M);                                                 \
+    SHARED(float2, scales, MATMUL_QUAD * MATMUL_QUAD_LD);                                         \
     matmul_body<BITS>(codes, pairs, h, y, p, pool, sums, scales, group, tid, lane, simd);         \
   }
 LILY_VARIANTS_matmul(MATMUL)

@@ -240,6 +240,11 @@ static inline float bins_away(float v, float top) {
 struct Bin {
   float near, fine;  // fine < 0: all of the bin; near < 0: all bins
 };
+static inline Bin all_bins() {
+  Bin bin;
+  bin.near = bin.fine = -1.0f;
+  return bin;
+}
 static inline bool in_bin(Bin bin, float away) {
   const float finer = (away - bin.near) * float(DRAW_THREADS);
   return bin.near < 0.0f || (away >= bin.near && away < bin.near + 1.0f &&
@@ -285,9 +290,7 @@ static inline Kept keep_first(thread Candidates& c, device const float* adjusted
                               threadgroup ulong* scratch, threadgroup ulong* found, uint tid,
                               uint lane, uint simd) {
   Candidates border = c;
-  Bin bin;
-  bin.near = bin.fine = -1.0f;
-  const Bin all = bin;
+  Bin bin = all_bins();
   uint key = 0;
   ulong before = 0, target = s->top_k, total;
   _Pragma("clang loop unroll(disable)") for (uint level = 0; level < 6; ++level) {
@@ -355,7 +358,7 @@ static inline Kept keep_first(thread Candidates& c, device const float* adjusted
     if (level == 0) {
       const bool few = found[3] <= LIST_TOKENS;
       choose_blocks(c, block_max, least, scratch, tid, lane, simd);
-      if (few) list_candidates(c, adjusted, vocab, top, least, all, kept, tid);
+      if (few) list_candidates(c, adjusted, vocab, top, least, all_bins(), kept, tid);
       border = c;
     } else {
       list_candidates(border, adjusted, vocab, top, least, bin, kept, tid);
@@ -441,7 +444,7 @@ static inline uint draw(thread Candidates& c, device const float* adjusted, uint
   float least = -INFINITY;
   const bool few = s->top_k > 0 && s->top_k < allowed;
   if (few && s->top_k <= blocks) {
-    // The k-th of the blocks' maxima: k tokens are at least as high.
+    // The k-th of the blocks' maxima: k tokens are at least as high. The list is still empty.
     c.values[tid] = block_max;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     uint rank = 0;
@@ -453,9 +456,7 @@ static inline uint draw(thread Candidates& c, device const float* adjusted, uint
   }
   choose_blocks(c, block_max, least, scratch, tid, lane, simd);
   if (least > -INFINITY || c.count <= LIST_TOKENS) {
-    Bin all;
-    all.near = all.fine = -1.0f;
-    list_candidates(c, adjusted, vocab, top, least, all, kept, tid);
+    list_candidates(c, adjusted, vocab, top, least, all_bins(), kept, tid);
   }
   // First top-k by tokens, then top-p by mass; one copy of the code saves registers.
   _Pragma("clang loop unroll(disable)") for (uint by_mass = 0; by_mass < 2; ++by_mass) {
@@ -610,6 +611,6 @@ static inline void sample_draw_body(device const float* logits, device const flo
     const ulong at = (ulong)row * p.vocab;                                                         \
     const ulong blocks = (p.vocab + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK;                              \
     sample_draw_body(logits + at, adjusted + at, stats + row * blocks * 8, ring, p.vocab, p.ring,  \
-                     step, row, c, bins, scratch, found, values, ids, tid, lane, simd);               \
+                     step, row, c, bins, scratch, found, values, ids, tid, lane, simd);             \
   }
 LILY_VARIANTS_sample_draw(SAMPLE_DRAW)

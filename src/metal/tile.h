@@ -13,7 +13,7 @@
 //   tile_mma_codes<K>(t, A[M][lda], B[N], row, k)  t += A B^T over k .. k + K; row = CODE_ROW(K): uints of
 //   a row of B
 // The (lane, i) -> (row, column) map is the target's own; sim draws it by seed. Products are
-// collectives of the simdgroup. M is a multiple of 16, N of 8.
+// collectives of the simdgroup. M is a multiple of 16, N of 8 (of 16 for bf16).
 #ifndef LILY_TILE_H
 #define LILY_TILE_H
 
@@ -189,8 +189,8 @@ static inline void tile_mma16(thread float* d, thread const uint (&a)[4], uint b
 template <bool TRANSPOSED, uint M, uint N>
 static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* a, uint lda,
                                 threadgroup const bfloat* b, uint ldb, uint k_count) {
-  // Pieces of A: rows 0 and 8 of k 0, then of k 8. Of B: k 0 and 8 of 8 columns, then of the next 8 (the
-  // last of an odd number of them is loaded twice).
+  static_assert(N % 16 == 0, "columns are loaded by 16");
+  // Pieces of A: rows 0 and 8 of k 0, then of k 8. Of B: k 0 and 8 of 8 columns, then of the next 8.
   const uint low = tile_lane() & 15, high = tile_lane() >> 4;
   const uint n_low = (tile_lane() & 7) + high * 8, k_low = (tile_lane() & 8);
   for (uint k = 0; k < k_count; k += 16) {
@@ -199,15 +199,9 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const bfloat* 
       tile_load<false>(ra[m], a + (m * 16 + low) * lda + k + high * 8);
     UNROLL for (uint n0 = 0; n0 < N / 8; n0 += 2) {
       uint rb[4];
-      if (N / 8 - n0 == 1) {
-        if (TRANSPOSED) tile_load<false>(rb, b + (n0 * 8 + (tile_lane() & 7)) * ldb + k + k_low);
-        else tile_load<true>(rb, b + (k + low) * ldb + n0 * 8);
-      } else if (TRANSPOSED) {
-        tile_load<false>(rb, b + (n0 * 8 + n_low) * ldb + k + k_low);
-      } else {
-        tile_load<true>(rb, b + (k + low) * ldb + n0 * 8 + high * 8);
-      }
-      UNROLL for (uint n = n0; n < min(n0 + 2, N / 8); ++n) {
+      if (TRANSPOSED) tile_load<false>(rb, b + (n0 * 8 + n_low) * ldb + k + k_low);
+      else tile_load<true>(rb, b + (k + low) * ldb + n0 * 8 + high * 8);
+      UNROLL for (uint n = n0; n < n0 + 2; ++n) {
         UNROLL for (uint m = 0; m < M / 16; ++m) {
           tile_mma16(t.v + (m * (N / 8) + n) * 4, ra[m], rb[(n - n0) * 2], rb[(n - n0) * 2 + 1]);
         }
@@ -241,8 +235,8 @@ static inline void tile_mma_any(thread Tile<M, N>& t, threadgroup const float* a
   }
 }
 #else
-// fp32 operands beside bf16 ones: as two tf32 numbers each, of which three products are taken: what is lost is 2^-22 of
-// each product. Rows are aligned to 16 bytes.
+// fp32 operands beside bf16 ones: as two tf32 numbers each, of which three products are taken: what is
+// lost is 2^-22 of each product. Rows are aligned to 16 bytes.
 struct TilePair {
   uint high, low;
 };

@@ -19,6 +19,9 @@ if(CMAKE_SCRIPT_MODE_FILE)
     string(REGEX REPLACE "\n[ \t\n]+" "\n" text "${text}")
     # Two groups of a matrix product on a multiprocessor; the assembler would take more for one.
     string(REGEX REPLACE "(\\.entry [a-z_]*matmul_[^)]*[)])" "\\1\n.maxnreg 128" text "${text}")
+    # Three groups of six simdgroups, so that one token's slots are all there at once: they need 18 of the
+    # multiprocessor's 4 x 5 places for 96 registers, of 4 x 4 for 102.
+    string(REGEX REPLACE "(\\.entry expert_up_q4_[^)]*[)])" "\\1\n.maxnreg 96" text "${text}")
     file(APPEND "${OUT}.new" "static const char ${name}[] = R\"PTX(${text})PTX\";\n")
     string(APPEND table "      {\"${file}\", ${exact}, ${name}},\n")
   endforeach()

@@ -246,9 +246,17 @@ def test_matmul_formats(kernels: Kernels, bits: int, group: int, f16: bool) -> N
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 65])
 def test_matmul_rows(kernels: Kernels, rows: int, mode: str) -> None:
-    """Row counts around the tiles of 32 and 64; the last tile of outputs is ragged."""
+    """Row counts around the tiles of 16; the last tile of outputs is ragged."""
     w = h.weight(np.random.default_rng(rows), 130, 128, 4, 64)
     check_matmul(kernels, w, rows, mode, rows, 131, 1)
+
+
+@pytest.mark.parametrize("bits,group", [(4, 32), (4, 64), (8, 64), (16, 64)])
+@pytest.mark.parametrize("rows", [33, 60, 65, 100])
+def test_matmul_tiles(kernels: Kernels, rows: int, bits: int, group: int) -> None:
+    """128 tiles or more have 32 rows, or 64: 32 + 1, 32 + 28, 64 + 1, 64 + 36 rows here."""
+    w = h.weight(np.random.default_rng(rows), 64 * 128 - 2, 64, bits, group)
+    check_matmul(kernels, w, rows, "act", rows, 64 * 128, 1)
 
 
 @pytest.mark.parametrize("n", [1, 7, 63, 64, 65])

@@ -132,7 +132,8 @@ class Session {
   };
   struct Chunk {  // of a prefill
     uint32_t rows = 0, position = 0, logit_rows = 0;
-    int state = 0;  // the one it starts from
+    int state = 0;      // the one it starts from
+    bool step = false;  // no chunk: the prompt has ended, a step is next
     bool operator==(const Chunk&) const = default;
   };
   struct Encoded {
@@ -141,9 +142,22 @@ class Session {
     ProgramRef program;
   };
   static constexpr uint32_t kNone = ~0u;
+  static constexpr uint32_t kRing = 4;  // entries of the sampler's ring: two steps are in flight
 
+  // Every public call: one thread, a living engine, a valid session whatever happens.
   template <typename F>
-  auto guarded(F&& f);
+  auto guarded(F&& f) {
+    const auto lock = claim();
+    engine_->check_alive();
+    // A cancel from before this call may have stopped the step in flight, and nothing else.
+    if (cancel_.exchange(false) && flight_) flight_->doubtful = true;
+    try {
+      return f();
+    } catch (const DeviceError& error) {
+      after_error(error);
+      throw;
+    }
+  }
   std::unique_lock<std::mutex> claim() const;
   void land();  // waits for the flight and takes its state over; its token stays unseen
   // To the best state that holds a prefix of `ids` of at most `limit` tokens; the rest of the
@@ -162,7 +176,7 @@ class Session {
                const std::function<void()>& poll);
   void prefill_chunk(std::span<const uint32_t> ids, uint32_t logit_rows, const Tensor& logits,
                      const std::function<void()>& poll, const Tensor* targets,
-                     const Chunk& next);  // next.rows 0: no other follows at once
+                     const Chunk& next);  // what is likely to follow, to be made ready meanwhile
   Encoded encode_chunk(const Chunk& chunk, const Tensor& logits, const PrefillScratch& scratch,
                        const Tensor* targets);
   void encode_ahead(const Chunk& chunk, const PrefillScratch& scratch);
@@ -180,11 +194,14 @@ class Session {
   void copy_block(const Tensor& from, const Tensor& to, uint32_t tokens, CommandList& list) const;
   void write_step(std::span<const uint32_t> ids, uint32_t position);
   void write_counts();
-  uint32_t step_splits(uint32_t position);  // of a step there; its blocks and scratch are ready
+  static uint32_t splits_for(uint32_t end);  // of attention over `end` tokens, in buckets
+  uint32_t step_splits(uint32_t position);   // of a step there; its scratch is ready
   CommandList record_step(int from, uint32_t splits);
-  Ticket submit_step();    // forward of Step's row, then its sample
-  Ticket look_ahead();     // submit_step, or 0 when that cannot be now
-  Ticket submit_sample();  // from logits_[current_]
+  const ProgramRef& step_program(int from, uint32_t position);
+  const ProgramRef& sample_program(int which);  // from logits_[which]
+  void compile_ahead(uint32_t position, int state);
+  Ticket submit_step();  // forward of Step's row, then its sample
+  Ticket look_ahead();   // submit_step, or 0 when that cannot be now
   SampledToken take(Ticket ticket, uint32_t position);
   void after_error(const DeviceError& error);
   DecodeScratch& many_rows(uint32_t splits);

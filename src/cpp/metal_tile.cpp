@@ -10,7 +10,7 @@ namespace lily {
 namespace {
 
 // 128 threadgroups: enough to fill a GPU, some tenths of a millisecond.
-constexpr uint32_t kRows = 256, kOutputs = 2048, kInputs = 256, kRuns = 3;
+constexpr uint32_t kRows = 512, kOutputs = 2048, kInputs = 256, kRuns = 3;
 // Both forms add the same products of a group in fp32, in an order of their own.
 constexpr float kSame = 1e-4f;
 

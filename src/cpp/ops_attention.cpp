@@ -80,7 +80,7 @@ Plan plan(const AttnCombine& p, const Target&) {
   check(p.heads >= 1, "attn_combine: ", p.heads, " heads, needs 1 or more");
   Plan plan;
   plan.variant = find_variant(Op::attn_combine);
-  plan.grid = {p.heads, p.rows, 1, 256};
+  plan.grid = {p.heads, 2, p.rows, 1024};
   plan.needs = {
       {"partial", DType::f32, partials(p.rows, p.heads, p.splits), Access::read},
       {"combined", DType::f32, partials(p.rows, p.heads, 1), Access::write},
@@ -92,7 +92,8 @@ Plan plan(const AttnCombine& p, const Target&) {
 Plan plan(const AttnOut& p, const Target& t) {
   check_linear(p.w, "attn_out");
   check_rows("attn_out", p.rows, LILY_MAX_ROWS);
-  check_splits("attn_out", p.splits);
+  check(p.splits >= 1 && p.splits <= LILY_FUSED_SPLITS, "attn_out: ", p.splits,
+        " splits, supported 1 to ", LILY_FUSED_SPLITS);
   check(p.heads >= 1 && p.w.k == uint64_t(p.heads) * LILY_HEAD_DIM, "attn_out: weight expects ",
         p.w.k, " values, ", p.heads, " heads give ", uint64_t(p.heads) * LILY_HEAD_DIM);
   check(p.w.n % LILY_OUT_ROWS == 0, "attn_out: ", p.w.n, " outputs, need a multiple of ",

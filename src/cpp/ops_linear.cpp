@@ -70,7 +70,8 @@ Plan plan(const Matmul& p, const Target& t) {
   check_columns("matmul", p.y_stride, p.y_offset, columns);
   Plan plan;
   plan.variant = find_variant(Op::matmul, p.w.bits);
-  plan.grid = {ceil_div(p.w.n, kTileOutputs), ceil_div(p.rows, kTileRows), 1, 256};
+  plan.grid = {ceil_div(p.w.n, kTileOutputs), ceil_div(p.rows, LILY_MATMUL_ROWS(p.w.n, p.rows)), 1,
+               256};
   plan.needs = {
       {"codes", DType::u32, code_elements(p.w), Access::read},
       {"pairs", DType::u32, pair_elements(p.w), Access::read},

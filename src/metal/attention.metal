@@ -109,6 +109,11 @@ static inline void attn_step_body(device const act_t* proj, device const float* 
       partial + (((ulong)row * p.heads + kv_head * ratio) * p.splits + split) * LILY_PARTIAL;
   const ulong out_head = (ulong)p.splits * LILY_PARTIAL;
 
+  for (uint i = tid * LILY_LINE; i < cached * LILY_HEAD_DIM * sizeof(act_t);
+       i += STEP_THREADS * LILY_LINE) {
+    prefetch_line((device const uchar*)keys + i);
+    prefetch_line((device const uchar*)values + i);
+  }
   for (uint h = simd; h < ratio; h += STEP_SIMDS) {
     float y[8];
     norm_rope(proj + (ulong)row * p.proj_stride + (kv_head * ratio + h) * 2 * LILY_HEAD_DIM, q_gain,
@@ -240,16 +245,20 @@ static inline uint valid_splits(device const Step* step, uint row) {
   return step->position[row] / LILY_SPLIT + 1;
 }
 
-// A group a head, a thread a value; the weights of 256 splits at a time.
-#define COMBINE_THREADS 256
-#define COMBINE_AT_ONCE 8
+// A group a head and half of its values; 8 threads a value, which take 8 splits by turns: up to 8
+// splits are so added up in their order, as attn_out does itself. The weights of 1024 splits at a time.
+#define COMBINE_THREADS 1024
+#define COMBINE_VALUES 128
+#define COMBINE_PARTS (COMBINE_THREADS / COMBINE_VALUES)
+#define COMBINE_AT_ONCE LILY_FUSED_SPLITS
 static inline void attn_combine_body(device const float* partial, device float* combined,
                                      PARAM_REF(AttnCombine) p, device const Step* step,
                                      threadgroup float* weights, threadgroup float* sums,
                                      threadgroup float* scratch, uint3 group, uint tid, uint lane,
                                      uint simd) {
-  const uint head = group.x, row = group.y;
+  const uint head = group.x, row = group.z;
   if (row >= step->rows) return;
+  const uint value = tid % COMBINE_VALUES, part = tid / COMBINE_VALUES;
   const ulong at = (ulong)row * p.heads + head;
   device const float* parts = partial + at * p.splits * LILY_PARTIAL;
   const uint n = valid_splits(step, row);
@@ -265,10 +274,11 @@ static inline void attn_combine_body(device const float* partial, device float* 
       sums[tid] = from[tid * LILY_PARTIAL + 1];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint s = 0; s < count; s += COMBINE_AT_ONCE) {
+    from += 2 + group.y * COMBINE_VALUES + value;
+    for (uint s = part * COMBINE_AT_ONCE; s < count; s += COMBINE_PARTS * COMBINE_AT_ONCE) {
       float a[COMBINE_AT_ONCE];
       UNROLL for (uint i = 0; i < COMBINE_AT_ONCE; ++i)
-        a[i] = from[min(s + i, count - 1) * LILY_PARTIAL + 2 + tid];
+        a[i] = from[min(s + i, count - 1) * LILY_PARTIAL];
       UNROLL for (uint i = 0; i < COMBINE_AT_ONCE; ++i) {
         if (s + i < count) {
           total = fma(sums[s + i], weights[s + i], total);
@@ -277,12 +287,21 @@ static inline void attn_combine_body(device const float* partial, device float* 
       }
     }
   }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  weights[tid] = acc;
+  if (value == 0) sums[part] = total;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (part > 0) return;
+  for (uint i = 1; i < COMBINE_PARTS; ++i) {
+    acc += weights[i * COMBINE_VALUES + value];
+    total += sums[i];
+  }
   device float* out = combined + at * LILY_PARTIAL;
-  if (tid == 0) {
+  if (group.y == 0 && value == 0) {
     out[0] = top;
     out[1] = total;
   }
-  out[2 + tid] = acc;
+  out[2 + group.y * COMBINE_VALUES + value] = acc;
 }
 #define ATTN_COMBINE(op, name, c0, c1, c2)                                                         \
   KERNEL(name)(IN(float, partial, 0), OUT(float, combined, 1), PARAMS(AttnCombine, 2),             \
@@ -340,15 +359,22 @@ static inline void attn_out_body(device const uint* codes, device const uint* pa
           UNROLL for (uint s = 0; s < 4; ++s)
             top = max(top, parts[min(s0 + s, splits - 1) * LILY_PARTIAL]);
         }
-        for (uint s = 0; s < splits; ++s) {
-          device const float* from = parts + s * LILY_PARTIAL;
-          const float weight = exp_(from[0] - top);
-          total = fma(from[1], weight, total);
+        for (uint s0 = 0; s0 < splits; s0 += 4) {  // four splits' loads at once
+          float weight[4];
+          UNROLL for (uint s = 0; s < 4; ++s) {
+            device const float* from = parts + min(s0 + s, splits - 1) * LILY_PARTIAL;
+            weight[s] = exp_(from[0] - top);
+            if (s0 + s < splits) total = fma(from[1], weight[s], total);
+          }
           UNROLL for (uint c = 0; c < 8; ++c) {
             UNROLL for (uint e = 0; e < 4; e += 2) {  // 258 values: 8-byte aligned only
-              const float2 a = *(device const float2*)(from + 2 + d + 4 * c + e);
-              xs.v[c][e] = fma(a.x, weight, xs.v[c][e]);
-              xs.v[c][e + 1] = fma(a.y, weight, xs.v[c][e + 1]);
+              UNROLL for (uint s = 0; s < 4; ++s) {
+                if (s0 + s >= splits) continue;
+                const float2 a =
+                    *(device const float2*)(parts + (s0 + s) * LILY_PARTIAL + 2 + d + 4 * c + e);
+                xs.v[c][e] = fma(a.x, weight[s], xs.v[c][e]);
+                xs.v[c][e + 1] = fma(a.y, weight[s], xs.v[c][e + 1]);
+              }
             }
           }
         }

@@ -18,9 +18,11 @@ using ulong = uint64_t;
 #define LILY_KV_BLOCK 256    // tokens of a KV block
 #define LILY_SPLIT 128       // tokens of an attention split: half a block, so that few tokens already
                              // make several groups
+#define LILY_FUSED_SPLITS 8  // splits that attn_out combines itself, at most
 #define LILY_PARTIAL 258     // one attention partial: max, sum, then head_dim accumulators
 #define LILY_OUT_ROWS 8      // output rows of one threadgroup of delta_out, attn_out, expert_down:
                              // one partial sum of squares each
+#define LILY_LINE 128        // bytes of a line of the cache, for hints
 #define LILY_CHUNK 64        // tokens of a delta-rule chunk
 #define LILY_MAX_LOGPROBS 20 // alternatives reported with a sampled token
 
@@ -106,7 +108,8 @@ struct AttnOut {
   uint rows, heads, splits, combined, proj_stride;
 };
 // codes, pairs, partial float[R][heads][splits][258], proj act[R][proj_stride], x io act[R][n], ssq out float[R][n / LILY_OUT_ROWS]; Step: rows, position
-// splits: entries per head in `partial`. Valid ones: 1 when combined, else position / LILY_SPLIT + 1.
+// splits: entries per head in `partial`, at most LILY_FUSED_SPLITS. Valid ones: 1 when combined, else
+// position / LILY_SPLIT + 1.
 
 struct Route {
   uint expert;
@@ -151,7 +154,7 @@ struct AttnStep {
 struct AttnCombine {
   uint rows, heads, splits;
 };
-// partial float[R][heads][splits][258], combined out float[R][heads][1][258] (same arithmetic as attn_out's own combine); Step
+// partial float[R][heads][splits][258], combined out float[R][heads][1][258] (up to LILY_FUSED_SPLITS with the arithmetic of attn_out); Step
 
 // ---- prefill: R rows of one slot, any number -------------------------------------------------
 struct RmsNorm {
@@ -160,6 +163,10 @@ struct RmsNorm {
 };
 // x act[R][k], gain float[k], h out act[R][k]
 
+// Rows of a tile of 128 columns: fewer where there are few tiles, so that each keeps a GPU's core busy.
+#define LILY_MATMUL_TILES(n, rows, tile) (((n) + 127) / 128 * (((rows) + (tile) - 1) / (tile)))
+#define LILY_MATMUL_ROWS(n, rows) \
+  (LILY_MATMUL_TILES(n, rows, 64) >= 128 ? 64u : LILY_MATMUL_TILES(n, rows, 32) >= 128 ? 32u : 16u)
 enum MatmulMode { kMatmulAct = 0, kMatmulF32 = 1, kMatmulAdd = 2, kMatmulSwiglu = 3 };
 struct Matmul {
   Linear w;

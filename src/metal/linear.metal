@@ -87,7 +87,8 @@ static inline void project_body(device const uint* codes, device const uint* pai
 LILY_VARIANTS_project(PROJECT)
 
 // ---- matrix tiles -------------------------------------------------------------------------------
-// 64 rows of h times 128 rows of W: 8 simdgroups, each 32 x 32. Integer codes are exact in bf16; what
+// 64 rows of h times 128 rows of W: 8 simdgroups, each 32 x 32; of up to 32 rows each 16 x 32, of up to 16
+// each 16 x 16, so that all have work. Integer codes are exact in bf16; what
 // lies in one group is multiplied alone, then scaled and shifted in fp32: y += s (q.h) + b sum(h). The
 // next step of k is on its way from memory while one is multiplied.
 #define MATMUL_M 64
@@ -142,7 +143,7 @@ static inline void load_share_codes(device const uint* at,
     w[1] = v.y;
   } else {
     UNROLL for (uint i = 0; i < BITS * MATMUL_HALF / 128; ++i) {
-      const uint4 v = ((device const uint4*)at)[i];
+      const uint4 v = load_along((device const uint4*)at + i);
       UNROLL for (uint c = 0; c < 4; ++c)
         w[(4 * i + c) % (BITS * MATMUL_HALF / 32)] = v[c];
     }
@@ -173,12 +174,12 @@ static inline void store_share_codes(threadgroup act_t* to,
 
 // acc += h W^T over K of k of one group, from k of the step on. sums, scales: of the simdgroup's rows of
 // h and of W; row: where its columns begin in tb.
-template <uint BITS, uint K, uint M>
-static inline void add_group(thread Tile<M, 32>& acc, threadgroup const act_t* ta,
+template <uint BITS, uint K, uint M, uint N>
+static inline void add_group(thread Tile<M, N>& acc, threadgroup const act_t* ta,
                              threadgroup const uint4* tb, uint row, uint k,
                              threadgroup const float* sums, threadgroup const float2* scales,
                              uint lane) {
-  Tile<M, 32> part;
+  Tile<M, N> part;
   tile_zero(part);
   if (is_coded<BITS>()) {
     tile_mma_codes<K>(part, (threadgroup const bfloat*)ta, MATMUL_LD,
@@ -188,9 +189,9 @@ static inline void add_group(thread Tile<M, 32>& acc, threadgroup const act_t* t
     tile_mma(part, ta + k, MATMUL_LD, (threadgroup const act_t*)tb + row * MATMUL_LD + k, MATMUL_LD,
              K);
   }
-  UNROLL for (uint i = 0; i < Tile<M, 32>::kSize; ++i) {
-    const float2 sb = scales[tile_col<M, 32>(i, lane)];
-    acc.v[i] = fma(sb.x, part.v[i], fma(sb.y, sums[tile_row<M, 32>(i, lane)], acc.v[i]));
+  UNROLL for (uint i = 0; i < Tile<M, N>::kSize; ++i) {
+    const float2 sb = scales[tile_col<M, N>(i, lane)];
+    acc.v[i] = fma(sb.x, part.v[i], fma(sb.y, sums[tile_row<M, N>(i, lane)], acc.v[i]));
   }
 }
 
@@ -215,19 +216,27 @@ static inline void load_step(device const uint* codes, device const uint* pairs,
   }
 }
 
-// acc = h W^T of the simdgroup's part of the tile: rows M (simd & 1), columns 32 (simd / 2). rows: the
-// rows of h this thread loads of, numbers tid / 8 and 32 further of the tile; rows from `count`, at most
-// 2 M, on are not there.
-template <uint BITS, uint M>
+// Where a simdgroup's M x N part of the tile begins: two rows of four parts, or one row of eight.
+template <uint M, uint N>
+static inline uint part_row(uint simd) {
+  return N == 32 ? (simd & 1) * M : 0;
+}
+template <uint N>
+static inline uint part_column(uint simd) {
+  return N == 32 ? simd / 2 * N : simd * N;
+}
+// acc = h W^T of the simdgroup's part of the tile. rows: the rows of h this thread loads of, numbers tid / 8
+// and 32 further of the tile; rows from `count` on, as many as the parts have, are not there.
+template <uint BITS, uint M, uint N>
 static inline void matrix_tile(device const uint* codes, device const uint* pairs,
                                PARAM_REF(Linear) w, device const act_t* h,
                                thread const uint (&rows)[MATMUL_ROWS], uint count, uint n0,
                                threadgroup uint4* pool, threadgroup float* sums,
-                               threadgroup float2* scales, thread Tile<M, 32>& acc, uint tid,
+                               threadgroup float2* scales, thread Tile<M, N>& acc, uint tid,
                                uint lane, uint simd) {
   threadgroup act_t* ta = (threadgroup act_t*)pool;
   threadgroup uint4* tb = pool + MATMUL_M * MATMUL_LD * sizeof(act_t) / 16;
-  const uint row = (simd & 1) * M, column = simd / 2 * 32;
+  const uint row = part_row<M, N>(simd), column = part_column<N>(simd);
   const uint h_row = tid / 8, h_k = tid % 8 * MATMUL_VALUES;
   const uint w_row = weight_row(tid), w_k = (tid & 1) * MATMUL_HALF;
   const uint pair_row = tid / MATMUL_QUAD, quad = tid % MATMUL_QUAD;
@@ -315,10 +324,10 @@ static inline void matrix_tile(device const uint* codes, device const uint* pair
   }
 }
 // Leaves columns [first, first + 64) of the tile in the pool as float[64][MATMUL_STAGE].
-template <uint M>
-static inline void stage_tile(thread const Tile<M, 32>& acc, uint count, uint first,
+template <uint M, uint N>
+static inline void stage_tile(thread const Tile<M, N>& acc, uint count, uint first,
                               threadgroup uint4* pool, uint lane, uint simd) {
-  const uint row = (simd & 1) * M, column = simd / 2 * 32;
+  const uint row = part_row<M, N>(simd), column = part_column<N>(simd);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (row < count && column / MATMUL_STAGED * MATMUL_STAGED == first) {
     tile_store(acc, (threadgroup float*)pool + row * MATMUL_STAGE + column - first, MATMUL_STAGE,
@@ -349,18 +358,16 @@ static inline void write_row(threadgroup const float* row, device uchar* y, ulon
 }
 
 // ---- matmul -------------------------------------------------------------------------------------
-template <uint BITS>
-static inline void matmul_body(device const uint* codes, device const uint* pairs,
-                               device const act_t* h, device uchar* y, PARAM_REF(Matmul) p,
-                               threadgroup uint4* pool, threadgroup float* sums,
-                               threadgroup float2* scales, uint3 group, uint tid, uint lane,
-                               uint simd) {
-  const uint n0 = group.x * MATMUL_N, m0 = group.y * MATMUL_M;
-  const uint count = min(p.rows - m0, (uint)MATMUL_M);
+template <uint BITS, uint M, uint N>
+static inline void matmul_tile(device const uint* codes, device const uint* pairs,
+                               device const act_t* h, device uchar* y, PARAM_REF(Matmul) p, uint m0,
+                               uint n0, uint count, threadgroup uint4* pool,
+                               threadgroup float* sums, threadgroup float2* scales, uint tid,
+                               uint lane, uint simd) {
   uint rows[MATMUL_ROWS];
   UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i)
     rows[i] = m0 + tid / 8 + 32 * i;
-  Tile<32, 32> acc;
+  Tile<M, N> acc;
   matrix_tile<BITS>(codes, pairs, p.w, h, rows, count, n0, pool, sums, scales, acc, tid, lane,
                     simd);
   for (uint c = 0; c < MATMUL_N && n0 + c < p.w.n; c += MATMUL_STAGED) {
@@ -369,6 +376,25 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
       write_row((threadgroup const float*)pool + r * MATMUL_STAGE, y,
                 (ulong)(m0 + r) * p.y_stride + p.y_offset, p.mode, n0 + c, p.w.n, lane);
     }
+  }
+}
+template <uint BITS>
+static inline void matmul_body(device const uint* codes, device const uint* pairs,
+                               device const act_t* h, device uchar* y, PARAM_REF(Matmul) p,
+                               threadgroup uint4* pool, threadgroup float* sums,
+                               threadgroup float2* scales, uint3 group, uint tid, uint lane,
+                               uint simd) {
+  const uint tile = LILY_MATMUL_ROWS(p.w.n, p.rows);
+  const uint n0 = group.x * MATMUL_N, m0 = group.y * tile, count = min(p.rows - m0, tile);
+  if (count <= 16) {
+    matmul_tile<BITS, 16, 16>(codes, pairs, h, y, p, m0, n0, count, pool, sums, scales, tid, lane,
+                              simd);
+  } else if (count <= 32) {
+    matmul_tile<BITS, 16, 32>(codes, pairs, h, y, p, m0, n0, count, pool, sums, scales, tid, lane,
+                              simd);
+  } else {
+    matmul_tile<BITS, 32, 32>(codes, pairs, h, y, p, m0, n0, count, pool, sums, scales, tid, lane,
+                              simd);
   }
 }
 #define MATMUL(op, name, BITS, c1, c2)                                                            \
@@ -383,13 +409,13 @@ static inline void matmul_body(device const uint* codes, device const uint* pair
 LILY_VARIANTS_matmul(MATMUL)
 
 // ---- expert_matmul ------------------------------------------------------------------------------
-// One tile of the list a threadgroup: up to p.tile neighbours in `order` that chose one expert; of few of
-// them simdgroups take 16 rows each instead of 32. The shared expert's tiles are the last ones.
+// One tile of the list a threadgroup: up to p.tile neighbours in `order` that chose one expert. The shared
+// expert's tiles are the last ones.
 struct ExpertTile {
   uint first, count;  // in order
   uint minus, share;  // pair i has row (i - minus) / share of h
 };
-template <uint BITS, uint M>
+template <uint BITS, uint M, uint N>
 static inline void expert_tile(device const uint* codes, device const uint* pairs,
                                device const act_t* h, device const uint* order, device uchar* y,
                                PARAM_REF(ExpertMatmul) p, ExpertTile t, uint n0,
@@ -399,7 +425,7 @@ static inline void expert_tile(device const uint* codes, device const uint* pair
   UNROLL for (uint i = 0; i < MATMUL_ROWS; ++i) {
     rows[i] = (order[t.first + min(tid / 8 + 32 * i, t.count - 1)] - t.minus) / t.share;
   }
-  Tile<M, 32> acc;
+  Tile<M, N> acc;
   matrix_tile<BITS>(codes, pairs, p.w, h, rows, t.count, n0, pool, sums, scales, acc, tid, lane,
                     simd);
   const uint mode = p.swiglu ? kMatmulSwiglu : kMatmulAct;
@@ -434,10 +460,15 @@ static inline void expert_matmul_body(device const uint* codes, device const uin
   codes = (shared ? shared_codes : codes) + before * row_bytes(p.w.k, BITS) / 4;
   pairs = shared ? shared_pairs : pairs;
   if (BITS != 16) pairs += before * (p.w.k >> p.w.group_shift);
-  if (t.count <= 32) {
-    expert_tile<BITS, 16>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane, simd);
+  if (t.count <= 16) {
+    expert_tile<BITS, 16, 16>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane,
+                              simd);
+  } else if (t.count <= 32) {
+    expert_tile<BITS, 16, 32>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane,
+                              simd);
   } else {
-    expert_tile<BITS, 32>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane, simd);
+    expert_tile<BITS, 32, 32>(codes, pairs, h, order, y, p, t, n0, pool, sums, scales, tid, lane,
+                              simd);
   }
 }
 #define EXPERT_MATMUL(op, name, BITS, c1, c2)                                                     \

@@ -61,6 +61,29 @@ using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
+// ---- hints to the cache -----------------------------------------------------------------------
+// Has the line of p on its way into the GPU's cache, where the target can be told so.
+static inline void prefetch_line(device const void* p) {
+#ifdef __NVPTX__
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
+#else
+  (void)p;
+#endif
+}
+
+// Loads of one step of a walk along a row, whose next steps are likely to lie in the same 256 bytes.
+static inline uint4 load_along(device const uint4* p) {
+#ifdef __NVPTX__
+  uint4 v;
+  asm volatile("ld.global.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+#else
+  return *p;
+#endif
+}
+
 // ---- activations ------------------------------------------------------------------------------
 // bf16 in memory, float in registers. LILY_EXACT: fp32 throughout.
 static inline float bf16_bits_to_float(uint bits) { return as_type<float>(bits << 16); }

@@ -3,6 +3,7 @@
     python train.py --minutes 8.5 --out DIR                        a whole plan
     python train.py --minutes 7 --span 0.3 1 --weights W --out DIR  its last part, from weights W
     python train.py --minutes 7 --span 0.3 1 --state S --out DIR    the same, with the optimiser
+    python train.py --shares 9 5 3 30 2 6 24 10 30 9 6 24 ..        another mixture of the tasks
     python train.py --smoke --out DIR                               a minute: does all of it run?
 
 The rates follow the share of the plan that is done, and the share follows the clock, so that a run
@@ -12,6 +13,7 @@ uses its minutes whole. From QUANTISE on the forward pass sees rounded weights.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -50,7 +52,7 @@ DOCUMENTS = 48  # of a row at most
 _encoder: encode.Encoder | None = None
 
 
-def make_rows(seed: str) -> encode.Rows:
+def make_rows(shares: tuple[int, ...], seed: str) -> encode.Rows:
     """One shard of training rows, in a worker process."""
     global _encoder
     _encoder = _encoder or encode.Encoder()
@@ -58,7 +60,7 @@ def make_rows(seed: str) -> encode.Rows:
     documents: list[encode.Encoded] = []
     total = 0
     while total < SHARD_ROWS * encode.ROW:
-        documents.append(_encoder.encode(data.draw(rng, held=False)))
+        documents.append(_encoder.encode(data.draw(rng, held=False, shares=shares)))
         total += len(documents[-1].ids)
     return encode.pack(documents)
 
@@ -66,7 +68,10 @@ def make_rows(seed: str) -> encode.Rows:
 class Feed:
     """Rows as the workers make them; batches go through what there is, again when it ends."""
 
-    def __init__(self, pool: Any, seed: str, shards: int, batch: int, device: str) -> None:
+    def __init__(
+        self, pool: Any, shares: tuple[int, ...], seed: str, shards: int, batch: int, device: str
+    ) -> None:
+        self.make = functools.partial(make_rows, shares)
         self.batch, self.device = batch, device
         size = (shards + 8) * (SHARD_ROWS + 16)
         self.ids = np.zeros((size, encode.ROW), np.int16)
@@ -80,7 +85,7 @@ class Feed:
 
     def _collect(self, pool: Any, seeds: list[str]) -> None:
         try:
-            for rows in pool.imap_unordered(make_rows, seeds):
+            for rows in pool.imap_unordered(self.make, seeds):
                 end = self.ready + len(rows.ids)
                 if end > len(self.ids):
                     return
@@ -369,6 +374,9 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=640, help="of 256 rows, made meanwhile")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 3))
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument(
+        "--shares", type=int, nargs=len(data.TASKS), default=data.SHARES, help="of data.py's tasks"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true")
     a = parser.parse_args()
@@ -378,7 +386,7 @@ def main() -> None:
     # The workers begin before the device is touched: they are copies of this process.
     pool = multiprocessing.get_context("fork").Pool(a.workers, os.nice, (10,))
     checks = pool.apply_async(held_out.rows, (0.05 if a.smoke else 1.0,))
-    feed = Feed(pool, f"{a.seed} {a.span[0]}", a.shards, a.rows, a.device)
+    feed = Feed(pool, tuple(a.shares), f"{a.seed} {a.span[0]}", a.shards, a.rows, a.device)
     run(a, feed, checks)
     pool.terminate()
 

@@ -359,22 +359,15 @@ static inline void attn_out_body(device const uint* codes, device const uint* pa
           UNROLL for (uint s = 0; s < 4; ++s)
             top = max(top, parts[min(s0 + s, splits - 1) * LILY_PARTIAL]);
         }
-        for (uint s0 = 0; s0 < splits; s0 += 4) {  // four splits' loads at once
-          float weight[4];
-          UNROLL for (uint s = 0; s < 4; ++s) {
-            device const float* from = parts + min(s0 + s, splits - 1) * LILY_PARTIAL;
-            weight[s] = exp_(from[0] - top);
-            if (s0 + s < splits) total = fma(from[1], weight[s], total);
-          }
+        for (uint s = 0; s < splits; ++s) {
+          device const float* from = parts + s * LILY_PARTIAL;
+          const float weight = exp_(from[0] - top);
+          total = fma(from[1], weight, total);
           UNROLL for (uint c = 0; c < 8; ++c) {
             UNROLL for (uint e = 0; e < 4; e += 2) {  // 258 values: 8-byte aligned only
-              UNROLL for (uint s = 0; s < 4; ++s) {
-                if (s0 + s >= splits) continue;
-                const float2 a =
-                    *(device const float2*)(parts + (s0 + s) * LILY_PARTIAL + 2 + d + 4 * c + e);
-                xs.v[c][e] = fma(a.x, weight[s], xs.v[c][e]);
-                xs.v[c][e + 1] = fma(a.y, weight[s], xs.v[c][e + 1]);
-              }
+              const float2 a = *(device const float2*)(from + 2 + d + 4 * c + e);
+              xs.v[c][e] = fma(a.x, weight, xs.v[c][e]);
+              xs.v[c][e + 1] = fma(a.y, weight, xs.v[c][e + 1]);
             }
           }
         }

@@ -351,6 +351,14 @@ def test_kept_results_stay_readable() -> None:
     assert RATES and bench.table(RATES).count("\n") == len({bench.key(r) for r in RATES})
 
 
+def test_records_keep_no_folders_of_the_machine() -> None:
+    typed = ["bench", "/home/nora/a b/qwen", "--out=/tmp/x.jsonl", "benchmarks/generate.py", "1/2"]
+    assert bench.command_line(*typed) == "bench qwen --out=x.jsonl benchmarks/generate.py 1/2"
+    kept = (ROOT / "benchmarks/results/h200.jsonl").read_text().splitlines()
+    for command in (json.loads(line)["command"] for line in kept):
+        assert command == bench.command_line(*command.split())
+
+
 def test_piped_the_command_is_json() -> None:
     done = _lily("bench", "--device", "cpu", "--contexts", "20,30", "--sampled", "--rounds", "1")
     assert done.returncode == 0 and done.stderr == ""

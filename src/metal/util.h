@@ -63,7 +63,7 @@ using namespace metal;
 
 // ---- hints to the cache -----------------------------------------------------------------------
 // Has the line of p on its way into the GPU's cache, where the target can be told so.
-static inline void prefetch_line(device const void* p) {
+static inline void prefetch_line(device const uchar* p) {
 #ifdef __NVPTX__
   asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
 #else
